@@ -1,0 +1,114 @@
+"""The two seams between engines and frameworks: ``TrainingBackend`` (how roles are distributed and trained) and
+``InferenceBackend`` (how one replica generates).
+
+A backend knows nothing of rewards, advantages or the loop. Engines (``training_engine.py``, ``rollout_engine.py``) know nothing of frameworks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+from megatron_ppo.types import Completion, MicroBatch, RoleOutput, Sampling
+
+RoleName = Literal["actor", "critic", "reference", "reward"]
+
+LossMetrics = Mapping[str, Tensor]
+"""Name -> [2] float tensor (sum, count): reduced by adding over micro-batches and ranks, then dividing."""
+
+LossFunction = Callable[[RoleOutput, MicroBatch], tuple[Tensor, Tensor, LossMetrics]]
+"""``loss_fn(output, micro_batch) -> (loss_sum, num_tokens, metrics)``: Megatron's contract of ``calculate_per_token_loss``.
+
+The gradient of a step is the gradient of (sum of ``loss_sum``) / (sum of ``num_tokens``), both over all micro-batches and all
+data-parallel ranks, so that the result does not depend on how a mini-batch was split. ``num_tokens`` is an integer tensor ([]); for
+sequence-wise aggregation it counts sequences.
+"""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step reports, equal on all ranks of the training mesh."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The loss function's metrics, averaged over the global mini-batch. A count of 0 leaves the name out."""
+    grad_norm: float = 0.0
+    """Global gradient norm before clipping."""
+    lr: float = 0.0
+    """Learning rate of this step."""
+    skipped: bool = False
+    """True where the gradient was not finite or no token was valid, and no rank changed a weight."""
+
+
+class TrainingBackend(ABC):
+    """Wraps and holds the roles of the training mesh; runs their forward and backward passes and optimizer steps.
+
+    All methods are collective over the training mesh unless they say otherwise. ``micro_batches`` are this data-parallel replica's
+    own; every replica passes the same number of them.
+    """
+
+    dp_rank: int
+    """This rank's data-parallel replica."""
+    dp_size: int
+    """Data-parallel replicas."""
+    length_multiple: int
+    """The padded length T of a micro-batch must be a multiple of this (context and sequence parallelism)."""
+    micro_batch_multiple: int
+    """The number of micro-batches in ``train_step`` must be a multiple of this (interleaved pipeline schedule)."""
+
+    @abstractmethod
+    def forward(self, role: RoleName, micro_batches: Sequence[MicroBatch], *, temperature: float = 1.0) -> list[RoleOutput]:
+        """Forward passes without gradients, in eval mode; CPU results on every rank of the replica, one a micro-batch.
+
+        actor and reference give log_probs and entropy (and, for a shared critic, the actor gives values); critic gives values.
+        """
+
+    @abstractmethod
+    def score(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Reward-model scores, [b] fp32 on the CPU of every rank of the replica, one a micro-batch."""
+
+    @abstractmethod
+    def train_step(
+        self, role: Literal["actor", "critic"], micro_batches: Sequence[MicroBatch], loss_fn: LossFunction, *, temperature: float = 1.0
+    ) -> StepResult:
+        """Forward and backward of all micro-batches, gradient reduction, clipping, one optimizer and schedule step."""
+
+    @abstractmethod
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
+        """Slow generation with the actor, without a cache: the oracle for inference backends."""
+
+    @abstractmethod
+    def weights(self) -> dict[str, Tensor]:
+        """This rank's live parameters of the actor: local name -> tensor, ready to be sent (parameter gathers finished). Not collective."""
+
+    @abstractmethod
+    def export_hf(self, folder: Path, role: Literal["actor", "critic"] = "actor") -> None:
+        """Write the role in Hugging Face format (safetensors, config, tokenizer files)."""
+
+
+class InferenceBackend(ABC):
+    """One replica's engine. All ranks of the replica call the same methods with the same arguments (SPMD)."""
+
+    @abstractmethod
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
+        """One response to each prompt, in order; ``seeds[i]`` seeds the i-th. The same list on every rank of the replica."""
+
+    @abstractmethod
+    def weights(self) -> dict[str, Tensor]:
+        """This rank's live parameters: the engine's local name -> tensor. Writing into them in place changes what is sampled."""
+
+    @abstractmethod
+    def load_hf_weights(self, weights: Sequence[tuple[str, Tensor]]) -> None:
+        """The slow reference path: the engine's own loader, given full Hugging Face tensors by name."""
+
+    @abstractmethod
+    def after_weight_update(self) -> None:
+        """Forget everything derived from the old weights (prefix cache). Called once after the last tensor of a sync."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the engine."""

@@ -1,0 +1,322 @@
+"""The configuration: what every field means, its one default, and which values do not go together.
+
+Order of precedence: the default in the dataclass below, then the YAML file of ``--config``, then the command line.
+Sections are frozen dataclasses; the string under a field is its help text. Field names are unique across sections, so that
+the command line is flat (``--tensor-model-parallel-size 2``). Spelling is Megatron's wherever Megatron has the thing.
+Reading files and the command line stands in ``config_io.py``; equations across sections are checked by ``Config.validate``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Literal
+
+CriticKind = Literal["shared", "separate", "none"]
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The networks: actor, critic, reference and reward model."""
+
+    model_path: str = ""
+    """Folder of the actor in Hugging Face format (config.json, safetensors, tokenizer). Required."""
+    tokenizer_path: str | None = None
+    """Folder of a Hugging Face tokenizer, or a sentencepiece .model file. Default: model_path."""
+    critic: CriticKind = "separate"
+    """separate: own network and optimizer. shared: a value head on the actor's trunk. none: for critic-free estimators."""
+    critic_path: str | None = None
+    """Folder the separate critic's trunk (and score head, where it has one) starts from. Default: model_path."""
+    reward_model_path: str | None = None
+    """Folder of a sequence-classification checkpoint with one label; its score is added to the function reward."""
+    params_dtype: Dtype = "float32"
+    """Dtype of the training weights in forward and backward. bfloat16 keeps fp32 master weights in the optimizer."""
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    """Megatron's layer spec. auto: Transformer Engine where it is installed with CUDA, local otherwise."""
+    make_vocab_size_divisible_by: int = 128
+    """The vocabulary is padded to a multiple of this times the tensor-parallel size (rows that never leave the trainer)."""
+    recompute_granularity: Literal["none", "selective", "full"] = "none"
+    """Activation recomputation in the training backward pass."""
+    transformer_overrides: dict[str, str] = field(default_factory=dict)
+    """Escape hatch: fields of megatron-core's TransformerConfig to set, by name. Unknown names are refused."""
+    trust_remote_code: bool = False
+    """Allow model and tokenizer folders to run Python code of their own."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """The two meshes: training ranks come first, rollout ranks after them."""
+
+    tensor_model_parallel_size: int = 1
+    """Training ranks that share each matrix."""
+    pipeline_model_parallel_size: int = 1
+    """Training pipeline stages."""
+    virtual_pipeline_model_parallel_size: int | None = None
+    """Model chunks a pipeline stage holds (interleaved schedule). Default: one, the plain 1F1B schedule."""
+    context_parallel_size: int = 1
+    """Training ranks that share each sequence."""
+    sequence_parallel: bool = False
+    """Split norms and residuals of a tensor-parallel group along the sequence."""
+    use_distributed_optimizer: bool = True
+    """Shard the optimizer state over the data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while the backward pass still runs."""
+    rollout_world_size: int = 1
+    """Ranks at the end of the launch that sample. The ranks before them train; data parallelism takes what is left."""
+    rollout_tensor_parallel_size: int = 1
+    """Ranks of one vLLM replica. rollout_world_size / this = number of replicas."""
+    distributed_timeout_minutes: int = 30
+    """Time limit of a collective. Lost ranks are noticed by the heartbeat long before."""
+    heartbeat_timeout_s: float = 6.0
+    """A rank that has not been heard of for this long is lost, and all ranks end."""
+    bucket_bytes: int = 64 * 2**20
+    """Size of the buckets in which weights travel to the rollout mesh; at most two are in flight."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Optimizer and learning-rate schedule; all counters are optimizer steps."""
+
+    optimizer: Literal["adam", "sgd"] = "adam"
+    """adam is AdamW; sgd has no momentum."""
+    lr: float = 1e-6
+    """Peak learning rate of the actor."""
+    critic_lr: float = 1e-5
+    """Peak learning rate of a separate critic."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the decay after the warm-up."""
+    lr_warmup_steps: int = 0
+    """Optimizer steps of linear warm-up."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay; biases and norms are left out."""
+    adam_beta1: float = 0.9
+    """Adam's first decay rate."""
+    adam_beta2: float = 0.95
+    """Adam's second decay rate."""
+    adam_eps: float = 1e-8
+    """Adam's epsilon."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The loop and its batches."""
+
+    train_iters: int = 100
+    """Iterations of the outer loop: sync, rollout, score, advantage, update."""
+    global_batch_size: int = 128
+    """Responses in one optimizer step (a mini-batch), over all data-parallel ranks."""
+    micro_batch_size: int = 8
+    """Most responses in one forward/backward pass of a rank."""
+    max_tokens_per_micro_batch: int | None = None
+    """Most padded tokens in one forward/backward pass of a rank. Default: no limit but micro_batch_size."""
+    ppo_epochs: int = 1
+    """Times that the update goes through the batch of an iteration."""
+    seed: int = 1
+    """Seed of everything: data order, sampling, initialisation of new heads."""
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """Loss and advantage estimator. One ``update_policy`` call serves them all."""
+
+    advantage_estimator: Literal["gae", "grpo", "rloo"] = "gae"
+    """gae: PPO with a critic. grpo: reward against mean and deviation of its prompt's group. rloo: leave-one-out baseline."""
+    gamma: float = 1.0
+    """Discount per token."""
+    gae_lambda: float = 0.95
+    """Lambda of GAE."""
+    whiten_advantages: bool = True
+    """Give the advantages of the whole batch mean 0 and deviation 1 (gae only)."""
+    bootstrap_truncated: bool = False
+    """Take the last value, not 0, as the future of a response that was cut off at its length limit (gae only)."""
+    clip_ratio_low: float = 0.2
+    """The surrogate's ratio is clipped below at 1 - this."""
+    clip_ratio_high: float = 0.2
+    """The surrogate's ratio is clipped above at 1 + this."""
+    dual_clip_ratio: float | None = None
+    """For negative advantages the loss is at most -this * advantage (arXiv:1912.09729). Default: off."""
+    value_clip: float | None = 0.2
+    """Clip range of the value loss around the old values. None: no clipping."""
+    value_loss_coef: float = 0.1
+    """Weight of the value loss in the sum where critic = shared."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = "token_mean"
+    """token_mean: sum over tokens / tokens of the global mini-batch. sequence_mean (_sum): each response's token mean (sum), averaged over responses."""
+    kl_coef: float = 0.0
+    """Weight of the per-token KL penalty against the reference in the reward (k1). 0: no reference model, unless kl_loss_coef asks for it."""
+    kl_controller: Literal["fixed", "adaptive"] = "fixed"
+    """adaptive: move kl_coef so that the measured KL meets kl_target (arXiv:1909.08593)."""
+    kl_target: float = 6.0
+    """Target KL per response of the adaptive controller, in nats."""
+    kl_horizon: int = 10000
+    """Responses over which the adaptive controller corrects."""
+    kl_loss_coef: float = 0.0
+    """Weight of the KL against the reference inside the loss."""
+    kl_loss_type: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that KL (http://joschu.net/blog/kl-approx.html)."""
+    importance_weight_cap: float | None = None
+    """Cap of truncated importance weights exp(trainer - rollout log-prob) on the policy loss. None: no weights."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Sampling on the rollout mesh."""
+
+    rollout_backend: Literal["vllm", "hf"] = "vllm"
+    """vllm: one SPMD engine a replica. hf: plain generation with the Hugging Face model, for machines without vLLM."""
+    prompts_per_iteration: int = 32
+    """Prompts in one iteration."""
+    samples_per_prompt: int = 8
+    """Responses to each prompt."""
+    max_prompt_length: int = 512
+    """Longest prompt, in tokens."""
+    max_response_length: int = 512
+    """Longest response, in tokens."""
+    max_model_len: int | None = None
+    """Longest prompt plus response that the engine admits. Default: their sum."""
+    prompt_overflow: Literal["left", "right", "error", "filter"] = "error"
+    """What happens to a longer prompt. left: keep its last tokens. right: keep its first. filter: leave it out, counted."""
+    temperature: float = 1.0
+    """Sampling temperature, above 0; the trainer's log-probs use the same."""
+    top_p: float = 1.0
+    """Nucleus of the sampler. Below 1 the trainer's log-probs are of the full distribution."""
+    top_k: int = -1
+    """Most likely tokens to sample from; -1: all."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Further ids that end a response, beside the end-of-sequence ids of model and tokenizer."""
+    rollout_dtype: Dtype = "float32"
+    """Dtype of the rollout weights."""
+    gpu_memory_utilization: float = 0.85
+    """Share of the GPU that vLLM takes."""
+    kv_cache_gib: float = 1.0
+    """Size of vLLM's cache on a machine without GPU, in GiB a rank."""
+    enforce_eager: bool = False
+    """Run vLLM without CUDA graphs. Always so on a CPU."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Prompts, tokenizer limits and rewards."""
+
+    prompt_data: str = ""
+    """JSONL or Parquet file of prompts. Required."""
+    prompt_key: str = "prompt"
+    """Column of the prompt: a string, or a list of chat messages."""
+    answer_key: str = "answer"
+    """Column of the reference answer, handed to the reward; may be absent."""
+    chat_template: str | None = None
+    """File with a Jinja chat template, for tokenizers that have none."""
+    add_bos: bool = True
+    """Begin plain-string prompts with the tokenizer's BOS, where it has one."""
+    strict_data: bool = True
+    """Refuse a file with bad lines. Otherwise bad lines are counted and left out."""
+    reward: str | None = None
+    """exact_match, math, length, format, or module:function of your own. None: the reward model alone."""
+    reward_timeout_s: float = 10.0
+    """Time limit for the reward of one response."""
+    reward_num_workers: int = 1
+    """Processes a replica uses for rewards."""
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """The run folder, metrics, proofs."""
+
+    run_dir: str = "runs/default"
+    """Folder of the run: resolved config, metrics.jsonl, samples.jsonl, learning_curve.png."""
+    num_logged_samples: int = 4
+    """Responses of an iteration written to samples.jsonl."""
+    verify_weights: bool = False
+    """Compare the checksum of every parameter after each weight sync. Version 0 is always compared."""
+    wandb_mode: Literal["off", "offline", "online"] = "off"
+    """Weights & Biases: one run, written by rank 0."""
+    wandb_project: str = "megatron_ppo"
+    """Weights & Biases project."""
+    tensorboard: bool = False
+    """Write TensorBoard events to the run folder."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything about one run."""
+
+    model: ModelConfig = ModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    training: TrainingConfig = TrainingConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    data: DataConfig = DataConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    # -- what follows from the fields ---------------------------------------------------------------------------------
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the training weights: TP x PP x CP."""
+        p = self.parallel
+        return p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
+
+    @property
+    def num_replicas(self) -> int:
+        """Inference engines in the rollout mesh."""
+        return self.parallel.rollout_world_size // self.parallel.rollout_tensor_parallel_size
+
+    @property
+    def rollout_batch_size(self) -> int:
+        """Responses in one iteration."""
+        return self.rollout.prompts_per_iteration * self.rollout.samples_per_prompt
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        """Optimizer steps of the actor in the whole run."""
+        mini_batches = self.rollout_batch_size // self.training.global_batch_size
+        return mini_batches * self.training.ppo_epochs * self.training.train_iters
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus response, in tokens."""
+        limit = self.rollout.max_model_len
+        return limit if limit is not None else self.rollout.max_prompt_length + self.rollout.max_response_length
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether a frozen reference model is needed."""
+        return self.algorithm.kl_coef != 0 or self.algorithm.kl_loss_coef != 0
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Data-parallel replicas of the trainer in a launch of ``world_size`` ranks."""
+        return (world_size - self.parallel.rollout_world_size) // self.model_parallel_size
+
+    def replace(self, **fields: object) -> Config:
+        """A copy with fields set by their flat names; an unknown name is a ``TypeError``."""
+        changed = self
+        for name, value in fields.items():
+            section = SECTION_OF.get(name)
+            if section is None:
+                raise TypeError(f"no configuration field is called {name!r}")
+            part = dataclasses.replace(getattr(changed, section), **{name: value})
+            changed = dataclasses.replace(changed, **{section: part})
+        return changed
+
+    def validate(self, world_size: int) -> None:
+        """Check all equations between fields for a launch of ``world_size`` ranks; ``ValueError`` with every fault found."""
+        from megatron_ppo.config_checks import faults  # keeps the list of rules out of the list of fields
+
+        found = faults(self, world_size)
+        if found:
+            raise ValueError("the configuration does not fit together:\n  - " + "\n  - ".join(found))
+
+
+SECTION_OF: dict[str, str] = {
+    f.name: section.name
+    for section in dataclasses.fields(Config)
+    for f in dataclasses.fields(section.default)  # type: ignore[arg-type]
+}
+"""Flat field name -> section."""

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Sets up, then runs lint, types, import contracts and the tests. Arguments go to pytest: bash scripts/test.sh -m "not slow"
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bash scripts/setup.sh smollm2
+. .venv/bin/activate
+export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+echo "== lint";             ruff check .
+echo "== types";            mypy
+echo "== import contracts"; lint-imports --no-logo 2>/dev/null || lint-imports
+echo "== tests";            python -m pytest "$@"

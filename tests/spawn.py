@@ -1,0 +1,132 @@
+"""Runs a function on several processes that look like the ranks of one torchrun launch. Test support only.
+
+Each rank is a fresh interpreter (spawn context) with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and
+OMP_NUM_THREADS=1 in its environment. No process group and no store is made here: that is the function's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import queue as queues
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+_DEAD_RANK_GRACE_S = 1.0
+"""How long a result may still be on its way after its process has ended."""
+_LEAVE_GRACE_S = 5.0
+"""How long ranks may take to leave once all have returned; after a failure the rest is killed at once."""
+
+
+class RankFailed(AssertionError):
+    """One rank raised or died; the text holds its traceback."""
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun would set for ``rank`` of a launch on one node."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
+    """Run ``function(rank, world_size, *args)`` on ``world_size`` processes and return their values in rank order.
+
+    ``function`` must be importable (module level) and its arguments and value picklable. The first rank that fails is re-raised here as
+    ``RankFailed`` with its traceback; a rank that dies without a word is reported with its exit code. When the time is over
+    ``TimeoutError`` names the ranks that are missing. No process outlives the call.
+    """
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    port = free_port()
+    processes = [
+        context.Process(target=_rank_main, args=(results, function, rank, world_size, args)) for rank in range(world_size)
+    ]
+    returned = False
+    try:
+        for rank, process in enumerate(processes):
+            # Set before the interpreter starts: libgomp and torch read some of these at import.
+            with _environment(rank_environment(rank, world_size, port)):
+                process.start()
+        values = _collect(results, processes, time.monotonic() + timeout_s, timeout_s)
+        returned = True
+        return values
+    finally:
+        _end(processes, leave=returned)
+
+
+def _rank_main(results: Any, function: Callable[..., Any], rank: int, world_size: int, args: tuple[Any, ...]) -> None:
+    try:
+        # Pickled here, not in the queue's feeder thread, whose errors would be lost.
+        message = (rank, True, pickle.dumps(function(rank, world_size, *args)))
+    except BaseException:
+        message = (rank, False, traceback.format_exc())
+    results.put(message)
+
+
+def _collect(results: Any, processes: list[BaseProcess], deadline: float, timeout_s: float) -> list[Any]:
+    values: dict[int, Any] = {}
+    failure: str | None = None
+    died_at: dict[int, float] = {}
+    while len(values) < len(processes):
+        with contextlib.suppress(queues.Empty):
+            rank, succeeded, payload = results.get(timeout=0.1)
+            if not succeeded:
+                raise RankFailed(f"rank {rank} of {len(processes)} failed:\n{payload}")
+            values[rank] = pickle.loads(payload)
+            continue
+        now = time.monotonic()
+        for rank, process in enumerate(processes):
+            if rank not in values and process.exitcode is not None and now - died_at.setdefault(rank, now) > _DEAD_RANK_GRACE_S:
+                failure = failure or f"rank {rank} of {len(processes)} ended with code {process.exitcode} and returned nothing"
+        if failure is not None:
+            raise RankFailed(failure)
+        if now > deadline:
+            missing = [rank for rank in range(len(processes)) if rank not in values]
+            raise TimeoutError(f"ranks {missing} of {len(processes)} had not returned after {timeout_s} s")
+    return [values[rank] for rank in range(len(processes))]
+
+
+def _end(processes: list[BaseProcess], *, leave: bool) -> None:
+    """Kill what still runs (these processes are ours alone); ``leave``: all have returned, so they get a moment to go by themselves."""
+    until = time.monotonic() + (_LEAVE_GRACE_S if leave else 0)
+    for process in processes:
+        if process.pid is not None:
+            process.join(max(0.0, until - time.monotonic()))
+            if process.exitcode is None:
+                os.kill(process.pid, signal.SIGKILL)
+                process.join()
+
+
+@contextlib.contextmanager
+def _environment(changes: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
