@@ -1,7 +1,7 @@
 """Runs a function on several processes that look like the ranks of one torchrun launch. Test support only.
 
-Each rank is a fresh interpreter (spawn context) with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and
-OMP_NUM_THREADS=1 in its environment. No process group and no store is made here: that is the function's business.
+Each rank is a fresh interpreter (spawn context) with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
+and OMP_NUM_THREADS=1 in its environment. No process group and no store is made here: that is the function's business.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -52,8 +52,8 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
     """Run ``function(rank, world_size, *args)`` on ``world_size`` processes and return their values in rank order.
 
-    ``function`` must be importable (module level) and its arguments and value picklable. The first rank that fails is re-raised here as
-    ``RankFailed`` with its traceback; a rank that dies without a word is reported with its exit code. When the time is over
+    ``function`` must be importable (module level) and its arguments and value picklable. The first rank that fails is re-raised
+    here as ``RankFailed`` with its traceback; a rank that dies without a word is reported with its exit code. When the time is over
     ``TimeoutError`` names the ranks that are missing. No process outlives the call.
     """
     context = multiprocessing.get_context("spawn")
@@ -78,13 +78,12 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
 def _rank_main(results: Any, function: Callable[..., Any], rank: int, world_size: int, args: tuple[Any, ...]) -> None:
     try:
         # Pickled here, not in the queue's feeder thread, whose errors would be lost.
-        message = (rank, True, pickle.dumps(function(rank, world_size, *args)))
+        results.put((rank, True, pickle.dumps(function(rank, world_size, *args))))
     except BaseException:
-        message = (rank, False, traceback.format_exc())
-    results.put(message)
+        results.put((rank, False, traceback.format_exc()))
 
 
-def _collect(results: Any, processes: list[BaseProcess], deadline: float, timeout_s: float) -> list[Any]:
+def _collect(results: Any, processes: Sequence[BaseProcess], deadline: float, timeout_s: float) -> list[Any]:
     values: dict[int, Any] = {}
     failure: str | None = None
     died_at: dict[int, float] = {}
@@ -107,8 +106,8 @@ def _collect(results: Any, processes: list[BaseProcess], deadline: float, timeou
     return [values[rank] for rank in range(len(processes))]
 
 
-def _end(processes: list[BaseProcess], *, leave: bool) -> None:
-    """Kill what still runs (these processes are ours alone); ``leave``: all have returned, so they get a moment to go by themselves."""
+def _end(processes: Sequence[BaseProcess], *, leave: bool) -> None:
+    """Kill what still runs (these processes are ours alone); ``leave``: all have returned, give them a moment to go."""
     until = time.monotonic() + (_LEAVE_GRACE_S if leave else 0)
     for process in processes:
         if process.pid is not None:
