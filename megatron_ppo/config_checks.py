@@ -1,0 +1,220 @@
+"""The equations between fields of the configuration, checked before any process group or model exists.
+
+Each fault says the fact, the equation with its numbers, and a remedy. Facts of the model folder (heads, vocabulary) are read from its
+config.json; weights are not touched.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_ppo.config import Config
+
+
+def faults(config: Config, world_size: int) -> list[str]:
+    """Every reason why ``config`` cannot run on ``world_size`` ranks; empty where it can."""
+    found = list(_ranges(config))
+    if found:  # the equations below divide by these numbers
+        return found
+    found += _meshes(config, world_size)
+    if not found:
+        found += _batches(config, config.data_parallel_size(world_size))
+    found += _algorithm(config)
+    found += _lengths(config)
+    found += _files(config)
+    return found
+
+
+def _ranges(config: Config) -> Iterator[str]:
+    p, t, r, a, o = config.parallel, config.training, config.rollout, config.algorithm, config.optimizer
+    at_least_one = {
+        "tensor_model_parallel_size": p.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": p.pipeline_model_parallel_size,
+        "context_parallel_size": p.context_parallel_size,
+        "rollout_tensor_parallel_size": p.rollout_tensor_parallel_size,
+        "bucket_bytes": p.bucket_bytes,
+        "distributed_timeout_minutes": p.distributed_timeout_minutes,
+        "train_iters": t.train_iters,
+        "global_batch_size": t.global_batch_size,
+        "micro_batch_size": t.micro_batch_size,
+        "ppo_epochs": t.ppo_epochs,
+        "prompts_per_iteration": r.prompts_per_iteration,
+        "samples_per_prompt": r.samples_per_prompt,
+        "max_prompt_length": r.max_prompt_length,
+        "max_response_length": r.max_response_length,
+        "make_vocab_size_divisible_by": config.model.make_vocab_size_divisible_by,
+        "reward_num_workers": config.data.reward_num_workers,
+        "kl_horizon": a.kl_horizon,
+    }
+    for name, value in at_least_one.items():
+        if value < 1:
+            yield f"{name} = {value} must be at least 1"
+    if p.virtual_pipeline_model_parallel_size is not None and p.virtual_pipeline_model_parallel_size < 2:
+        yield f"virtual_pipeline_model_parallel_size = {p.virtual_pipeline_model_parallel_size} must be at least 2; leave it out for the plain schedule"
+    if p.rollout_world_size < 1:
+        yield f"rollout_world_size = {p.rollout_world_size} must be at least 1: training and rollout need ranks of their own"
+    if p.heartbeat_timeout_s < 3:
+        yield f"heartbeat_timeout_s = {p.heartbeat_timeout_s} must be at least 3: heartbeats come every 1 to 2 s"
+    if r.temperature <= 0:
+        yield f"temperature = {r.temperature} must be above 0: log-probs are divided by it (use top_k = 1 for greedy samples)"
+    if not 0 < r.top_p <= 1:
+        yield f"top_p = {r.top_p} must be in (0, 1]"
+    if r.top_k != -1 and r.top_k < 1:
+        yield f"top_k = {r.top_k} must be at least 1, or -1 for all tokens"
+    for name, value in {"gamma": a.gamma, "gae_lambda": a.gae_lambda}.items():
+        if not 0 <= value <= 1:
+            yield f"{name} = {value} must be in [0, 1]"
+    for name, value in {
+        "lr": o.lr,
+        "critic_lr": o.critic_lr,
+        "min_lr": o.min_lr,
+        "weight_decay": o.weight_decay,
+        "clip_grad": o.clip_grad,
+        "clip_ratio_low": a.clip_ratio_low,
+        "clip_ratio_high": a.clip_ratio_high,
+        "lr_warmup_steps": float(o.lr_warmup_steps),
+        "reward_timeout_s": config.data.reward_timeout_s,
+        "num_logged_samples": float(config.logging.num_logged_samples),
+    }.items():
+        if value < 0 or not math.isfinite(value):
+            yield f"{name} = {value} must be a finite number of at least 0"
+
+
+def _meshes(config: Config, world_size: int) -> Iterator[str]:
+    p = config.parallel
+    training = world_size - p.rollout_world_size
+    size = config.model_parallel_size
+    product = (
+        f"TP {p.tensor_model_parallel_size} x PP {p.pipeline_model_parallel_size} x CP {p.context_parallel_size} = {size}"
+    )
+    if training < size or training % size:
+        good = max(1, round(training / size)) * size + p.rollout_world_size
+        yield (
+            f"world size {world_size} = training + rollout ranks, and rollout_world_size is {p.rollout_world_size}, so {training} ranks "
+            f"are left to train; that must be a multiple of {product} (the factor is the data-parallel size). "
+            f"Launch {good} ranks, or change a size"
+        )
+    if p.rollout_world_size % p.rollout_tensor_parallel_size:
+        yield (
+            f"rollout_world_size = {p.rollout_world_size} is not a multiple of rollout_tensor_parallel_size = "
+            f"{p.rollout_tensor_parallel_size}: replicas x TP = rollout ranks"
+        )
+    if p.sequence_parallel and p.tensor_model_parallel_size == 1:
+        yield "sequence_parallel needs tensor_model_parallel_size above 1 (it is 1): it splits the sequence over the TP group"
+    if p.virtual_pipeline_model_parallel_size is not None and p.pipeline_model_parallel_size == 1:
+        yield (
+            f"virtual_pipeline_model_parallel_size = {p.virtual_pipeline_model_parallel_size} needs pipeline_model_parallel_size "
+            "above 1 (it is 1)"
+        )
+
+
+def _batches(config: Config, data_parallel_size: int) -> Iterator[str]:
+    t, r = config.training, config.rollout
+    batch = config.rollout_batch_size
+    if batch % t.global_batch_size:
+        good = [n for n in range(1, batch + 1) if batch % n == 0]
+        nearest = min(good, key=lambda n: abs(n - t.global_batch_size))
+        yield (
+            f"prompts_per_iteration {r.prompts_per_iteration} x samples_per_prompt {r.samples_per_prompt} = {batch} responses are not a "
+            f"multiple of global_batch_size = {t.global_batch_size}; the nearest that divides is {nearest}"
+        )
+    if t.global_batch_size % data_parallel_size:
+        good_size = max(1, round(t.global_batch_size / data_parallel_size)) * data_parallel_size
+        yield (
+            f"global_batch_size = {t.global_batch_size} is not a multiple of the data-parallel size {data_parallel_size}; "
+            f"the nearest multiple is {good_size}"
+        )
+    if r.prompts_per_iteration < config.num_replicas:
+        yield (
+            f"prompts_per_iteration = {r.prompts_per_iteration} is less than the {config.num_replicas} rollout replicas: "
+            "some would have nothing to do; use fewer rollout ranks or more prompts"
+        )
+    longest = config.max_model_len
+    if t.max_tokens_per_micro_batch is not None and t.max_tokens_per_micro_batch < longest:
+        yield (
+            f"max_tokens_per_micro_batch = {t.max_tokens_per_micro_batch} cannot hold one sequence of max_prompt_length + "
+            f"max_response_length = {longest} tokens"
+        )
+
+
+def _algorithm(config: Config) -> Iterator[str]:
+    a, m, r = config.algorithm, config.model, config.rollout
+    if a.advantage_estimator == "gae" and m.critic == "none":
+        yield "advantage_estimator = gae needs a critic, but critic = none; set critic to separate or shared, or the estimator to grpo or rloo"
+    if a.advantage_estimator != "gae" and m.critic != "none":
+        yield f"advantage_estimator = {a.advantage_estimator} uses no critic, but critic = {m.critic}; set critic to none"
+    if a.advantage_estimator != "gae" and r.samples_per_prompt < 2:
+        yield (
+            f"advantage_estimator = {a.advantage_estimator} compares the responses to one prompt, but samples_per_prompt = "
+            f"{r.samples_per_prompt}; it must be at least 2"
+        )
+    if a.dual_clip_ratio is not None and a.dual_clip_ratio <= 1:
+        yield f"dual_clip_ratio = {a.dual_clip_ratio} must be above 1 (arXiv:1912.09729)"
+    if a.kl_controller == "adaptive" and a.kl_coef == 0:
+        yield "kl_controller = adaptive scales kl_coef, which is 0; set kl_coef above 0"
+    if config.data.reward is None and m.reward_model_path is None:
+        yield "there is no reward: set reward (exact_match, math, token_accuracy, length, format or module:function) or reward_model_path"
+
+
+def _lengths(config: Config) -> Iterator[str]:
+    r = config.rollout
+    need = r.max_prompt_length + r.max_response_length
+    if r.max_model_len is not None and need > r.max_model_len:
+        yield (
+            f"max_prompt_length {r.max_prompt_length} + max_response_length {r.max_response_length} = {need} exceeds "
+            f"max_model_len = {r.max_model_len}; raise max_model_len or shorten one of them"
+        )
+
+
+def _files(config: Config) -> Iterator[str]:
+    if not config.model.model_path:
+        yield "model_path is not set: name a folder in Hugging Face format"
+    else:
+        yield from _network(config)
+    if not config.data.prompt_data:
+        yield "prompt_data is not set: name a JSONL or Parquet file of prompts"
+    elif not Path(config.data.prompt_data).is_file():
+        yield f"prompt_data = {config.data.prompt_data}: there is no such file"
+    for name, folder in {"critic_path": config.model.critic_path, "reward_model_path": config.model.reward_model_path}.items():
+        if folder is not None and not (Path(folder) / "config.json").is_file():
+            yield f"{name} = {folder}: there is no config.json in it"
+    if config.model.critic_path is not None and config.model.critic != "separate":
+        yield f"critic_path is set, but critic = {config.model.critic}: only a separate critic has weights of its own"
+
+
+def _network(config: Config) -> Iterator[str]:
+    file = Path(config.model.model_path) / "config.json"
+    if not file.is_file():
+        yield f"model_path = {config.model.model_path}: there is no config.json in it"
+        return
+    try:
+        network: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        heads, layers = int(network["num_attention_heads"]), int(network["num_hidden_layers"])
+        groups = int(network.get("num_key_value_heads") or heads)
+    except (KeyError, TypeError, ValueError) as error:
+        yield f"{file}: not the config of a decoder model ({type(error).__name__}: {error})"
+        return
+    p = config.parallel
+    for mesh, tp in {
+        "tensor_model_parallel_size": p.tensor_model_parallel_size,
+        "rollout_tensor_parallel_size": p.rollout_tensor_parallel_size,
+    }.items():
+        if heads % tp:
+            good = [n for n in range(1, heads + 1) if heads % n == 0]
+            yield f"{heads} attention heads are not a multiple of {mesh} = {tp}; it may be one of {good}"
+        elif groups % tp and tp % groups:
+            yield f"{groups} key/value heads and {mesh} = {tp}: one must divide the other (heads are split, or replicated whole)"
+    stages = p.pipeline_model_parallel_size * (p.virtual_pipeline_model_parallel_size or 1)
+    if layers % stages:
+        good = [n for n in range(1, layers + 1) if layers % n == 0]
+        yield (
+            f"{layers} layers are not a multiple of pipeline_model_parallel_size {p.pipeline_model_parallel_size} x "
+            f"virtual {p.virtual_pipeline_model_parallel_size or 1} = {stages} stages; the product may be one of {good}"
+        )
+    positions = network.get("max_position_embeddings")
+    if positions is not None and config.max_model_len > int(positions):
+        yield f"max_model_len = {config.max_model_len} exceeds the model's max_position_embeddings = {positions}"
