@@ -1,0 +1,269 @@
+"""One rank of a vLLM replica: the engine behind ``RolloutWorker`` (steps 1 and 2 of an iteration).
+
+Where it stands: weights are written in place into the tensors of ``weights()``, ``after_weight_update`` forgets what was cached under
+the old ones, then ``generate`` samples. Token ids go in and token ids come out; nothing is decoded or encoded again on the way.
+
+vLLM runs as one program on every rank of the replica ("external launcher"): the rollout mesh's default process group exists before the
+engine is built (``world.py``), and vLLM takes every further group of ``rollout_tensor_parallel_size`` ranks as an independent replica.
+All that touches vLLM's internals stands in this file, and vllm is imported only when an engine is built. Left out: rewards, prompts,
+how weights travel (``resharding/``), and which replica answers which prompt (``rollout_engine.py``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_ppo.backends.base import InferenceBackend
+from megatron_ppo.config import Config
+from megatron_ppo.types import Completion, Sampling
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput, SamplingParams
+
+_GIB = 2**30
+
+
+class VLLMBackend(InferenceBackend):
+    """A rank of one vLLM replica. Built by all ranks of the rollout mesh together; afterwards only a replica's ranks keep in step.
+
+    ``seed`` is the replica's engine seed, the same on its ranks; samples do not depend on it, each request carries its own.
+    With ``load_weights=False`` the engine starts without weights: every parameter is NaN until a sync has written it, and ``generate``
+    refuses to sample before ``after_weight_update`` has seen that none was left out.
+    """
+
+    def __init__(self, config: Config, *, seed: int, load_weights: bool = False) -> None:
+        _check_folder(config.model.model_path)
+        self._max_model_len = config.max_model_len
+        self._has_weights = load_weights
+        on_cpu = not torch.cuda.is_available()
+        set_environment()
+        with _start_up(on_cpu):
+            from vllm import LLM
+
+            self._llm: LLM | None = LLM(
+                model=config.model.model_path,
+                skip_tokenizer_init=True,
+                trust_remote_code=config.model.trust_remote_code,
+                load_format="auto" if load_weights else "dummy",
+                dtype=config.rollout.rollout_dtype,
+                seed=int(seed),
+                max_model_len=config.max_model_len,
+                tensor_parallel_size=config.parallel.rollout_tensor_parallel_size,
+                distributed_executor_backend="external_launcher",
+                gpu_memory_utilization=config.rollout.gpu_memory_utilization,
+                kv_cache_memory_bytes=int(config.rollout.kv_cache_gib * _GIB) if on_cpu else None,
+                enforce_eager=on_cpu or config.rollout.enforce_eager,
+                enable_prefix_caching=True,
+                logprobs_mode="processed_logprobs",  # of the distribution that is drawn from, temperature included
+                generation_config="vllm",  # not the folder's sampling defaults: the run's configuration is the only source
+            )
+        self._check_peers(f"engine seed {seed}")
+        if not load_weights:
+            _forget_weights(self._model)
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
+        """One response to each prompt, in order; the same list on every rank of the replica.
+
+        Log-probabilities are of the distribution that was drawn from: logits / temperature, cut by top_k and then top_p and
+        renormalised; greedy: of the logits themselves (temperature 1). A response ends at an id of ``sampling.stop_token_ids`` alone (the
+        engine's own idea of an end-of-sequence id is not asked), and that id belongs to it. Temporary ``torch`` draws leave the global
+        random state as it was. ``ValueError``: a prompt is empty or leaves no room for the longest response. ``RuntimeError``: no weights
+        yet, or the replica's ranks were given different requests.
+        """
+        if not self._has_weights:
+            raise RuntimeError("the engine has no weights yet: sync them, or build it with load_weights=True")
+        check_requests(prompts, sampling, seeds, self._max_model_len)
+        self._check_peers(repr((prompts, sampling, seeds)))
+        if not prompts:
+            return []
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        with torch.random.fork_rng(devices=[]):  # the CPU sampler also draws from the global generator, and throws it away
+            outputs = self._engine.generate(requests, [_params(sampling, seed) for seed in seeds], use_tqdm=False)
+        return [_completion(output) for output in outputs]
+
+    def weights(self) -> dict[str, Tensor]:
+        """This rank's live parameters by vLLM's name, local shapes; tied heads appear once, as the embedding."""
+        return {name: parameter.data for name, parameter in self._model.named_parameters()}
+
+    def load_hf_weights(self, weights: Sequence[tuple[str, Tensor]]) -> None:
+        """vLLM's own loader, given full Hugging Face tensors by name; every rank cuts out its part. Call ``after_weight_update`` after it."""
+        self._model.load_weights(iter(weights))
+
+    def after_weight_update(self) -> None:
+        """Drop the prefix cache. The first call also proves that no parameter was left without weights (``RuntimeError`` with names)."""
+        if not self._has_weights:
+            _check_complete(self._model)
+            self._has_weights = True
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: requests are still running while weights change")
+
+    def close(self) -> None:
+        """Free the engine and vLLM's groups; the mesh's default process group stays, it is not vLLM's."""
+        if self._llm is None:
+            return
+        from vllm.distributed import parallel_state
+
+        self._llm.llm_engine.engine_core.shutdown()
+        self._llm = None
+        parallel_state.destroy_model_parallel()
+        if parallel_state._WORLD is not None:
+            parallel_state._WORLD.destroy()
+            parallel_state._WORLD = None
+
+    @property
+    def _engine(self) -> LLM:
+        if self._llm is None:
+            raise RuntimeError("the vLLM engine is closed")
+        return self._llm
+
+    @property
+    def _model(self) -> nn.Module:
+        worker: Any = self._engine.llm_engine.model_executor.driver_worker.worker
+        return worker.get_model()
+
+    def _check_peers(self, what: str) -> None:
+        """All ranks of the replica must ask for the same: vLLM would hang, or mix up sequences, where they do not."""
+        from vllm.distributed.parallel_state import get_tp_group
+
+        group = get_tp_group()
+        if group.world_size == 1:
+            return
+        digest = int.from_bytes(hashlib.sha256(what.encode()).digest()[:8], "big", signed=True)
+        mine = torch.tensor([digest])
+        digests = [torch.empty_like(mine) for _ in range(group.world_size)]
+        dist.all_gather(digests, mine, group=group.cpu_group)
+        others = [rank for rank, digest in enumerate(digests) if not torch.equal(digest, digests[0])]
+        if others:
+            raise RuntimeError(
+                f"the {group.world_size} ranks of one vLLM replica must make the same call with the same prompts, sampling and seeds, "
+                f"but tensor-parallel rank(s) {others} differ from rank 0 (this is rank {group.rank_in_group}): broadcast the requests first"
+            )
+
+
+def set_environment() -> None:
+    """Environment variables that vLLM reads; must stand before its import. What the user has set wins where it does no harm."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the external launcher needs the scheduler in this process
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    os.environ["DO_NOT_TRACK"] = "1"
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # ranks of one host would be bound to the same cores
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+
+
+def check_requests(prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int], max_model_len: int) -> None:
+    """``ValueError`` for requests that an engine would cut short, answer emptily or seed from nowhere."""
+    if len(prompts) != len(seeds):
+        raise ValueError(f"{len(prompts)} prompts came with {len(seeds)} seeds: each prompt needs its own")
+    for index, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise ValueError(f"prompt {index} has no tokens: there is nothing to predict the first token from")
+        if len(prompt) + sampling.max_response_length > max_model_len:
+            raise ValueError(
+                f"prompt {index} has {len(prompt)} tokens; with max_response_length {sampling.max_response_length} that is more than "
+                f"max_model_len {max_model_len}: shorten the prompt or the response, or raise max_model_len"
+            )
+    if any(seed < 0 for seed in seeds):
+        raise ValueError(f"seeds must be 0 or more, but the smallest is {min(seeds)}")
+
+
+@contextmanager
+def _start_up(on_cpu: bool) -> Iterator[None]:
+    """What building an engine changes in the process is put back: random states, ``torch.cuda`` classes, ``set_num_threads``.
+
+    On a CPU, linear layers keep their plain weight meanwhile (see ``_plain_cpu_linear``).
+    """
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    replaced = torch.cuda.Event, torch.cuda.Stream, torch.set_num_threads
+    try:
+        if on_cpu:
+            with _plain_cpu_linear():
+                yield
+        else:
+            yield
+    finally:
+        torch.cuda.Event, torch.cuda.Stream, torch.set_num_threads = replaced  # type: ignore[misc]
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        numpy.random.set_state(states[2])
+        if cuda_states:
+            torch.cuda.set_rng_state_all(cuda_states)
+
+
+@contextmanager
+def _plain_cpu_linear() -> Iterator[None]:
+    """Keep vLLM from repacking linear weights on a CPU, which leaves parameters of size 0: they stay live, an update is an in-place write."""
+    from vllm.model_executor.layers import utils
+
+    original = utils.dispatch_cpu_unquantized_gemm
+
+    def keep_weight(layer: nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = keep_weight
+    try:
+        yield
+    finally:
+        utils.dispatch_cpu_unquantized_gemm = original
+
+
+def _check_folder(folder: str) -> None:
+    """vLLM takes a path that does not exist for the name of a model on a hub."""
+    if not (Path(folder) / "config.json").is_file():
+        raise ValueError(f"model_path {folder!r} has no config.json: it must be a folder in Hugging Face format")
+
+
+def _forget_weights(model: nn.Module) -> None:
+    """NaN everywhere but in vocabulary padding, so that a parameter that a sync leaves out cannot pass for weights."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+        for module in model.modules():
+            if isinstance(module, VocabParallelEmbedding):
+                module.weight[module.shard_indices.num_org_elements :] = 0
+
+
+def _check_complete(model: nn.Module) -> None:
+    left = [name for name, parameter in model.named_parameters() if bool(torch.isnan(parameter).any())]
+    if left:
+        raise RuntimeError(f"{len(left)} parameter(s) were not (fully) written by the first weight update, or got NaN: {left[:8]}")
+
+
+def _params(sampling: Sampling, seed: int) -> SamplingParams:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        n=1,
+        seed=int(seed),
+        temperature=0.0 if sampling.greedy else sampling.temperature,
+        top_p=1.0 if sampling.greedy else sampling.top_p,
+        top_k=-1 if sampling.greedy else sampling.top_k,
+        max_tokens=sampling.max_response_length,
+        stop_token_ids=sorted(sampling.stop_token_ids),
+        ignore_eos=True,  # the model folder's own id: all stops come from stop_token_ids
+        logprobs=0,  # of the sampled id alone
+        detokenize=False,
+    )
+
+
+def _completion(output: RequestOutput) -> Completion:
+    (response,) = output.outputs
+    ids = list(response.token_ids)
+    entries = response.logprobs or []
+    if len(entries) != len(ids):
+        raise RuntimeError(f"vLLM returned {len(ids)} tokens with {len(entries)} log-probabilities")
+    log_probs = [float(entry[token].logprob) for entry, token in zip(entries, ids, strict=True)]
+    return Completion(token_ids=ids, log_probs=log_probs, truncated=response.finish_reason == "length")
