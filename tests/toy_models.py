@@ -1,7 +1,7 @@
 """Tiny Hugging Face models with random weights, written to a folder the way transformers writes real ones.
 
-Tests of all floors start from such a folder. Biases, norm weights and heads are random too (transformers starts them at 0 and 1),
-so that a forgotten one changes the result. No tokenizer is written.
+Tests of all floors start from such a folder. Biases and norm weights are random too (transformers starts them at 0 and 1), so that
+a forgotten one changes the result. No tokenizer is written.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def make_toy(
 ) -> Path:
     """Write config.json and model.safetensors (one file) and return the folder.
 
-    ``head_dim`` None means hidden_size / num_heads. ``rope_scaling`` is the rope block (``rope_type``, ``rope_theta``, ...; default: plain
-    RoPE, theta 10000). ``score_head`` writes a one-label sequence classifier (a reward model) in place of the language-model head.
-    The same arguments give the same bytes. The global random state is left as it was.
+    ``head_dim`` None means hidden_size / num_heads. ``rope_scaling`` is the rope block (``rope_type``, ``rope_theta``, ...; default:
+    plain RoPE, theta 10000). ``score_head`` writes a one-label sequence classifier (a reward model) in place of the language-model
+    head. The same arguments give the same bytes. The global random state is left as it was.
     """
     config_class, causal_class, classifier_class = CLASSES[family]
     options: dict[str, object] = {"num_labels": 1} if score_head else {}

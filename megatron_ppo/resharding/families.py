@@ -1,0 +1,294 @@
+"""Which tensors a Hugging Face checkpoint of each model family holds: names, shapes, and what the network looks like.
+
+Everything that moves weights (megatron and vLLM layouts, loading, export, planning) starts from ``NetworkShape`` and the list of
+canonical tensors built here from ``config.json`` alone. Dense Llama, Mistral, Qwen2 and Qwen3; mixtures of experts, quantised
+checkpoints and variants with other tensors are refused by name. No tensor is read here: ``hf_checkpoint.py`` does that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+Head = Literal["lm", "value", "lm+value", "score"]
+"""What stands on the trunk. lm: a policy. value: a separate critic. lm+value: a policy with a value head. score: a reward model."""
+
+EMBEDDING = "model.embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
+FINAL_NORM = "model.norm.weight"
+SCORE_HEAD = "score.weight"
+"""[1, hidden_size]: transformers' name for the head of a one-label sequence classifier; value heads use it too."""
+
+WRAPPER_SEGMENTS = frozenset({"module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
+"""Name segments that DDP, FSDP1, torch.compile and activation checkpointing put into parameter names."""
+
+
+@dataclass(frozen=True)
+class FamilySpec:
+    """How one ``model_type`` differs from the common decoder layer."""
+
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = False
+    default_head_dim: int | None = None
+    """Head size that transformers assumes where config.json has no ``head_dim`` key. None: hidden_size / num_attention_heads."""
+    sliding_window_switch: str | None = None
+    """Config key that must be true for ``sliding_window`` to have effect."""
+
+
+FAMILIES: dict[str, FamilySpec] = {
+    "llama": FamilySpec(),
+    "mistral": FamilySpec(),
+    "qwen2": FamilySpec(has_qkv_bias=True, sliding_window_switch="use_sliding_window"),
+    "qwen3": FamilySpec(has_qk_norm=True, default_head_dim=128, sliding_window_switch="use_sliding_window"),
+}
+
+LAYER_TENSORS: tuple[tuple[str, tuple[str, ...], str | None], ...] = (
+    ("input_layernorm.weight", ("hidden_size",), None),
+    ("self_attn.q_proj.weight", ("query_size", "hidden_size"), None),
+    ("self_attn.k_proj.weight", ("kv_size", "hidden_size"), None),
+    ("self_attn.v_proj.weight", ("kv_size", "hidden_size"), None),
+    ("self_attn.q_proj.bias", ("query_size",), "has_qkv_bias"),
+    ("self_attn.k_proj.bias", ("kv_size",), "has_qkv_bias"),
+    ("self_attn.v_proj.bias", ("kv_size",), "has_qkv_bias"),
+    ("self_attn.q_norm.weight", ("head_dim",), "has_qk_norm"),
+    ("self_attn.k_norm.weight", ("head_dim",), "has_qk_norm"),
+    ("self_attn.o_proj.weight", ("hidden_size", "query_size"), None),
+    ("post_attention_layernorm.weight", ("hidden_size",), None),
+    ("mlp.gate_proj.weight", ("intermediate_size", "hidden_size"), None),
+    ("mlp.up_proj.weight", ("intermediate_size", "hidden_size"), None),
+    ("mlp.down_proj.weight", ("hidden_size", "intermediate_size"), None),
+)
+"""(name within the layer, shape as attributes of ``NetworkShape``, attribute that must be true for the tensor to exist)."""
+
+
+@dataclass(frozen=True)
+class CanonicalTensor:
+    """Hugging Face name and unsharded shape of a weight."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class NetworkShape:
+    """A dense decoder: all that layouts, loaders and planners need to know of ``config.json``."""
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    """Rows of the embedding in the checkpoint; may exceed the tokenizer's ids. The checkpoint's number is the right one."""
+    tied: bool
+    """The language-model head is the embedding; the checkpoint holds no ``lm_head.weight``."""
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = False
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 2048
+    rope_theta: float = 10000.0
+    rope_scaling: tuple[tuple[str, float | int | str], ...] = ()
+    """Sorted (key, value) pairs of the rope block without theta, ``rope_type`` among them; empty for plain RoPE."""
+    sliding_window: int | None = None
+    """Tokens that attention looks back, where the model limits it: sequences up to this long are not affected."""
+
+    @property
+    def query_size(self) -> int:
+        """Rows of ``q_proj``: heads * head_dim, which need not be ``hidden_size``."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Rows of ``k_proj`` and of ``v_proj``."""
+        return self.num_key_value_heads * self.head_dim
+
+
+def network_shape(source: PretrainedConfig | Mapping[str, object] | Path | str) -> NetworkShape:
+    """Read a Hugging Face config: an object of transformers, a parsed config.json, or a folder that holds one.
+
+    ``ValueError`` for an unknown or unsupported architecture, naming it, and for numbers that do not fit together.
+    """
+    config = _as_mapping(source)
+    family = _supported_family(config)
+    spec = FAMILIES[family]
+    heads = _integer(config, "num_attention_heads")
+    theta, scaling = _rope(config)
+    kv_heads = config.get("num_key_value_heads")
+    if kv_heads is None and family != "llama":  # transformers' other defaults are one released model's numbers, no rule
+        raise ValueError(f"config.json of family {family} lacks num_key_value_heads; write the model's number into it")
+    network = NetworkShape(
+        family=family,
+        num_layers=_integer(config, "num_hidden_layers"),
+        hidden_size=_integer(config, "hidden_size"),
+        num_attention_heads=heads,
+        num_key_value_heads=heads if kv_heads is None else _integer(config, "num_key_value_heads"),
+        head_dim=_head_dim(config, spec),
+        intermediate_size=_integer(config, "intermediate_size"),
+        vocab_size=_integer(config, "vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        has_qkv_bias=spec.has_qkv_bias,
+        has_qk_norm=spec.has_qk_norm,
+        rms_norm_eps=float(str(config.get("rms_norm_eps", 1e-6))),
+        max_position_embeddings=_integer(config, "max_position_embeddings"),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        sliding_window=_sliding_window(config, spec),
+    )
+    if network.num_attention_heads % network.num_key_value_heads:
+        raise ValueError(
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {network.num_key_value_heads}; check config.json"
+        )
+    return network
+
+
+def canonical_tensors(network: NetworkShape, head: Head = "lm") -> list[CanonicalTensor]:
+    """All tensors of the checkpoint in the order of the forward pass. A tied network has no ``lm_head.weight`` under any head."""
+    tensors = [CanonicalTensor(EMBEDDING, (network.vocab_size, network.hidden_size))]
+    for layer in range(network.num_layers):
+        tensors += [CanonicalTensor(f"model.layers.{layer}.{name}", shape) for name, shape in layer_tensors(network)]
+    tensors.append(CanonicalTensor(FINAL_NORM, (network.hidden_size,)))
+    if head in ("lm", "lm+value") and not network.tied:
+        tensors.append(CanonicalTensor(LM_HEAD, (network.vocab_size, network.hidden_size)))
+    if head != "lm":
+        tensors.append(CanonicalTensor(SCORE_HEAD, (1, network.hidden_size)))
+    return tensors
+
+
+def layer_tensors(network: NetworkShape) -> list[tuple[str, tuple[int, ...]]]:
+    """(name within the layer, shape) of one decoder layer; all layers are alike."""
+    return [
+        (name, tuple(getattr(network, size) for size in shape))
+        for name, shape, condition in LAYER_TENSORS
+        if condition is None or getattr(network, condition)
+    ]
+
+
+def check_tensors(
+    expected: Iterable[CanonicalTensor], found: Mapping[str, tuple[int, ...]], what: str, ignored: Iterable[str] = ()
+) -> None:
+    """``ValueError`` listing every tensor that is missing, that no expected tensor consumes, or whose shape differs.
+
+    ``found``: canonical name -> shape; ``what`` says in the message where it was found; ``ignored``: names left out knowingly.
+    Rotary ``inv_freq`` buffers of old checkpoints are left out: they follow from the config.
+    """
+    wanted = {tensor.name: tensor.shape for tensor in expected}
+    skipped = set(ignored)
+    have = {name for name in found if not name.endswith("rotary_emb.inv_freq") and name not in skipped}
+    faults = [f"missing: {name} {shape}" for name, shape in wanted.items() if name not in found and name not in skipped]
+    faults += [f"not consumed: {name} {tuple(found[name])}" for name in sorted(have - wanted.keys())]
+    faults += [
+        f"shape of {name}: {tuple(found[name])}, but the config says {shape}"
+        for name, shape in wanted.items()
+        if name in have and tuple(found[name]) != shape
+    ]
+    if faults:
+        listed = "\n  - ".join(faults[:40] + ([f"... and {len(faults) - 40} more"] if len(faults) > 40 else []))
+        raise ValueError(
+            f"{what} does not hold the tensors that its config describes:\n  - {listed}\n"
+            "Check that config.json belongs to these weights; other architectures are not supported."
+        )
+
+
+def canonical_name(name: str) -> str:
+    """The name without the segments that wrappers put into it."""
+    return ".".join(segment for segment in name.split(".") if segment not in WRAPPER_SEGMENTS)
+
+
+def canonical_names(names: Iterable[str]) -> dict[str, str]:
+    """Given name -> canonical name; ``ValueError`` where two given names would become one."""
+    origin: dict[str, str] = {}
+    result: dict[str, str] = {}
+    for name in names:
+        plain = canonical_name(name)
+        if plain in origin:
+            raise ValueError(f"{origin[plain]} and {name} are both {plain} without wrapper prefixes; one would overwrite the other")
+        origin[plain] = name
+        result[name] = plain
+    return result
+
+
+def _as_mapping(source: PretrainedConfig | Mapping[str, object] | Path | str) -> Mapping[str, object]:
+    if isinstance(source, (str, Path)):
+        return read_json(Path(source) / "config.json")
+    if isinstance(source, Mapping):
+        return source
+    return source.to_dict()
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """A JSON object from a file; ``ValueError`` naming the file where it is missing, malformed or no object."""
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; a folder in Hugging Face format is needed")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a JSON {type(content).__name__}, not an object")
+    return content
+
+
+def _supported_family(config: Mapping[str, object]) -> str:
+    family = str(config.get("model_type"))
+    known = ", ".join(sorted(FAMILIES))
+    experts = [key for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)]
+    if experts or "moe" in family or family == "mixtral":
+        raise ValueError(f"model_type {family!r} is a mixture of experts, which is not supported yet; dense families: {known}")
+    if family not in FAMILIES:
+        raise ValueError(f"model_type {family!r} is not supported; supported: {known}")
+    if config.get("quantization_config"):
+        raise ValueError(f"this {family} checkpoint is quantised; save it dequantised and without quantization_config first")
+    for key in ("attention_bias", "mlp_bias"):
+        if config.get(key):
+            raise ValueError(f"{key} = true is not supported for family {family}: its biases are in no layout")
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ValueError(f"hidden_act {activation!r} is not supported for family {family}; only silu (SwiGLU) is")
+    return family
+
+
+def _integer(config: Mapping[str, object], key: str) -> int:
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"config.json needs a positive integer {key}, and has {value!r}")
+    return value
+
+
+def _head_dim(config: Mapping[str, object], spec: FamilySpec) -> int:
+    if config.get("head_dim") is not None:
+        return _integer(config, "head_dim")
+    if "head_dim" not in config and spec.default_head_dim is not None:
+        return spec.default_head_dim
+    hidden, heads = _integer(config, "hidden_size"), _integer(config, "num_attention_heads")
+    if hidden % heads:
+        raise ValueError(f"config.json has no head_dim, and hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    return hidden // heads
+
+
+def _rope(config: Mapping[str, object]) -> tuple[float, tuple[tuple[str, float | int | str], ...]]:
+    """(theta, scaling), from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before)."""
+    block = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(block, Mapping):
+        raise ValueError(f"the rope block of config.json is {block!r}, not an object")
+    entries = dict(block)
+    theta = entries.pop("rope_theta", config.get("rope_theta", 10000.0))
+    old_type = entries.pop("type", None)
+    rope_type = entries.setdefault("rope_type", old_type or "default")
+    if rope_type == "default":
+        entries = {}
+    return float(str(theta)), tuple(sorted(entries.items()))
+
+
+def _sliding_window(config: Mapping[str, object], spec: FamilySpec) -> int | None:
+    switch = spec.sliding_window_switch
+    if config.get("sliding_window") is None or (switch is not None and not config.get(switch, False)):
+        return None
+    return _integer(config, "sliding_window")
