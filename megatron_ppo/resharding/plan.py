@@ -1,6 +1,7 @@
 """Who sends which box to whom: the weight transfer of every sync as data, built on each rank without communication.
 
-Stands between the layouts (``megatron_layout``, ``vllm_layout``, ...) and ``executor.py``, which only follows the plan. Built once a run.
+Stands between the layouts (``megatron_layout``, ``vllm_layout``, ...) and ``executor.py``, which only follows the plan. Built once
+a run.
 
     source layouts  --+   boxes of one canonical tensor intersect    +-- streams: what one destination shard can get from
     destination  -----+-> -------------------------------------->  --+   one set of sources (data-parallel and TP replicas)
@@ -8,9 +9,9 @@ Stands between the layouts (``megatron_layout``, ``vllm_layout``, ...) and ``exe
                                                                           v
                           groups {source} + {replicas of the shard}, each with its transfers, in one global order
 
-Destination ranks with equal layouts (the same shard of different replicas) are one *destination class*: a group broadcasts to the whole
-class, so that a source's traffic does not grow with the number of replicas. Every rank derives the same plan from the same layouts;
-``digest`` proves it. Left out: bytes, buckets, casts (``executor.py``) and proof of equality (``checksum.py``).
+Destination ranks with equal layouts (the same shard of different replicas) are one *destination class*: a group broadcasts to the
+whole class, so that a source's traffic does not grow with the number of replicas. Every rank derives the same plan from the same
+layouts; ``digest`` proves it. Left out: bytes, buckets, casts (``executor.py``) and proof of equality (``checksum.py``).
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from megatron_ppo.resharding.layout import Block, RankLayout, Ranges
+from megatron_ppo.resharding.layout import Block, Ranges, RankLayout
 
 TRAINER_ONLY = frozenset({"score.weight"})
 """Canonical tensors that a trainer may hold and no rollout engine wants: the value head."""
 _SLACK = 64
-"""One part in so many that the busiest sender may be above the least possible where that saves groups: norms must not cost communicators."""
+"""The busiest sender may exceed the least possible by one part in so many where that saves groups: norms are not worth communicators."""
 _SHOWN = 8
 """How many faults an error names before it only counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One box of a canonical tensor, from a box of the source's parameter to a box of the destinations' parameter, of equal shape."""
+    """One box of a canonical tensor, from the source's parameter to the destinations' parameter; all three boxes equal in shape."""
 
     name: str
     """Canonical name."""
@@ -144,18 +145,20 @@ def build_plan(
         bytes_per_element: of the dtype on the wire.
         trainer_only: canonical names that need no destination.
 
-    Sources are chosen greedily to keep, first, the busiest sender at or below the busiest receiver (or, where that cannot be, near the
-    least possible), and, second, the number of groups small. So data-parallel replicas share the sending only where it is the limit.
+    Sources are chosen greedily to keep, first, the busiest sender at or below the busiest receiver (or, where that cannot be, near
+    the least possible), and, second, the number of groups small. So data-parallel replicas share the sending only where it is the
+    limit.
 
     Raises:
-        ValueError: a destination box that no source holds, a parameter without blocks, a box written or named twice, a tensor that no
-            destination wants, extents of a canonical tensor that differ between the sides. Names, ranges and ranks are in the text.
+        ValueError: a destination box that no source holds, a parameter without blocks, a box written or named twice, a tensor that
+            no destination wants, extents of a canonical tensor that differ between the sides. Names, ranges and ranks are in the text.
     """
     if not sources or not destinations:
-        raise ValueError(f"a plan needs both sides: {len(sources)} source and {len(destinations)} destination layouts were given")
+        raise ValueError(f"a plan needs layouts of both sides, and has {len(sources)} of sources, {len(destinations)} of destinations")
     senders, receivers = _classes(sources), _classes(destinations)
+    filled = {block.parameter for receiver in receivers for block in receiver.layout.blocks}
     for receiver in receivers:
-        _check_destination(receiver)
+        _check_destination(receiver, filled)
     held = _index(senders)
     _check_extents(held, receivers, trainer_only)
     streams = _streams(held, receivers)
@@ -268,14 +271,17 @@ def _classes(layouts: Mapping[int, RankLayout]) -> list[_Class]:
     return sorted(classes, key=lambda c: c.ranks)
 
 
-def _check_destination(receiver: _Class) -> None:
-    """Every parameter has blocks, inside its shape, and no element is written twice."""
+def _check_destination(receiver: _Class, filled: Collection[str]) -> None:
+    """Every parameter has blocks, inside its shape, and no element is written twice.
+
+    A share of the vocabulary may be all padding, so that a parameter without blocks passes where other ranks get some (``filled``).
+    """
     layout, rank = receiver.layout, receiver.ranks[0]
     by_parameter: dict[str, list[Block]] = {name: [] for name in layout.shapes}
     faults: list[str] = []
     for block in layout.blocks:
         shape = layout.shapes.get(block.parameter)
-        if shape is None or len(shape) != len(block.local) or any(b > size for (_, b), size in zip(block.local, shape, strict=True)):
+        if shape is None or len(shape) != len(block.local) or any(b > n for (_, b), n in zip(block.local, shape, strict=True)):
             faults.append(f"block {box_text(block.local)} of {block.parameter} lies outside its shape {shape}")
             continue
         for other in by_parameter[block.parameter]:
@@ -285,7 +291,7 @@ def _check_destination(receiver: _Class) -> None:
                     f"{block.name} {box_text(block.canonical)}"
                 )
         by_parameter[block.parameter].append(block)
-    faults.extend(f"{name} {layout.shapes[name]} gets nothing" for name, blocks in by_parameter.items() if not blocks)
+    faults.extend(f"{name} {shape} gets nothing" for name, shape in layout.shapes.items() if name not in filled)
     if faults:
         raise ValueError(f"layout of destination rank {rank}: {_listed(faults)}; correct its layout")
 
@@ -299,8 +305,8 @@ def _index(senders: list[_Class]) -> dict[str, _Pieces]:
             for other in own.setdefault(block.name, []):
                 if intersect(other.canonical, block.canonical) is not None:
                     raise ValueError(
-                        f"layout of source rank {sender.ranks[0]} names {block.name} {box_text(block.canonical)} twice: {other.parameter} "
-                        f"and {block.parameter}; layer numbers must be global, not those of a pipeline stage or chunk"
+                        f"layout of source rank {sender.ranks[0]} names {block.name} {box_text(block.canonical)} twice: "
+                        f"{other.parameter} and {block.parameter}; layer numbers must be global, not those of a stage or chunk"
                     )
             own[block.name].append(block)
             found.setdefault(block.name, {}).setdefault(block.canonical, {})[number] = block
@@ -319,11 +325,12 @@ def _check_extents(held: Mapping[str, _Pieces], receivers: list[_Class], trainer
     for receiver in receivers:
         for block in receiver.layout.blocks:
             wanted.setdefault(block.name, set()).add(block.canonical)
-    faults = [f"{name}: held by sources, wanted by no destination" for name in held if name not in wanted and name not in trainer_only]
+    useless = [name for name in held if name not in wanted and name not in trainer_only]
+    faults = [f"{name}: held by sources, wanted by no destination" for name in useless]
     faults += [f"{name}: wanted by a destination, held by no source" for name in wanted if name not in held]
-    for name in wanted:
+    for name, boxes in wanted.items():
         if name in held:
-            source, destination = _hull([p.box for p in held[name].pieces]), _hull(wanted[name])
+            source, destination = _hull([p.box for p in held[name].pieces]), _hull(boxes)
             if len(source) != len(destination) or any(s > d for (_, s), (_, d) in zip(source, destination, strict=True)):
                 faults.append(f"{name}: sources span {box_text(source)}, destinations {box_text(destination)}")
     if faults:
@@ -389,7 +396,7 @@ class _Choice:
     """Destination class -> its ranks: a source among them costs no traffic to itself."""
 
     def cheapest(self, receiver: int, candidates: Sequence[int], size: int) -> int | None:
-        """A rank that can take ``size`` more within the limit: of an existing group first, then of the class itself, then the lowest."""
+        """A rank that can take ``size`` within the limit: of an existing group first, then of the class itself, then the lowest."""
         fitting = [rank for rank in candidates if self.loads[rank] + size <= self.limit]
         own = self.own[receiver]
         return min(fitting, key=lambda rank: ((rank, receiver) not in self.groups, rank not in own, rank), default=None)
@@ -406,7 +413,7 @@ def _size(needs: Sequence[_Need]) -> int:
 def _choose_sources(
     streams: Mapping[_Stream, list[_Need]], senders: list[_Class], receivers: list[_Class]
 ) -> dict[tuple[int, int], list[_Need]]:
-    """(source rank, destination class) -> needs. Streams with the fewest candidates choose first, as the others can go around them."""
+    """(source rank, destination class) -> needs. Streams with fewest candidates choose first: the others can go around them."""
     candidates = {holders: tuple(sorted(r for h in holders for r in senders[h].ranks)) for _, holders in streams}
     sizes = {key: _size(needs) for key, needs in streams.items()}
     ingress = max(sum(block.num_elements for block in receiver.layout.blocks) for receiver in receivers)
@@ -457,7 +464,7 @@ def _group(source: int, receiver: _Class, needs: list[_Need], class_of: Mapping[
 
 
 def _ordered(groups: list[Group]) -> tuple[Group, ...]:
-    """One global order in which neighbours share few ranks, so that many sources send at once instead of all to one class in turn."""
+    """One global order in which neighbours share few ranks, so that many sources send at once, not all to one class in turn."""
     next_round: dict[int, int] = {}
     rounds: dict[str, int] = {}
     for group in groups:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_ppo.resharding.layout import Block, RankLayout, Ranges, view
+from megatron_ppo.resharding.layout import Block, Ranges, RankLayout, view
 
 
 @dataclass(frozen=True)
@@ -79,23 +79,22 @@ class _Builder:
         return RankLayout(tuple(self.blocks), self.shapes)
 
 
-def _vocab(builder: _Builder, model: Dense, name: str, parameter: str, part: tuple[int, int], multiple: int) -> None:
-    r, tp = part
-    local = -(-model.vocab // (multiple * tp)) * multiple if multiple else -(-model.vocab // tp)
+def _vocab(builder: _Builder, model: Dense, names: tuple[str, str], r: int, local: int) -> None:
     start, stop = min(r * local, model.vocab), min((r + 1) * local, model.vocab)
-    builder.rows("", parameter, [(name, start, stop)], (model.hidden,), pad_to=local)
+    builder.rows("", names[1], [(names[0], start, stop)], (model.hidden,), pad_to=local)
 
 
 def trainer_layout(model: Dense, tp: int, stage_layers: list[int], place: tuple[int, bool, bool], multiple: int = 4) -> RankLayout:
     """One training rank: interleaved QKV, gate and up in one matrix, padded vocabulary.
 
-    ``place`` is (tensor rank, first stage, last stage); ``stage_layers`` the global numbers of the rank's layers. A tied model of more
-    than one stage keeps a copy of the embedding on the last one, as Megatron does.
+    ``place`` is (tensor rank, first stage, last stage); ``stage_layers`` the global numbers of the rank's layers. A tied model of
+    more than one stage keeps a copy of the embedding on the last one, as Megatron does.
     """
     r, first, last = place
     b, h, d = _Builder(), model.hidden, model.head_dim
+    vocab_rows = -(-model.vocab // (multiple * tp)) * multiple
     if first:
-        _vocab(b, model, "model.embed_tokens.weight", "embedding.word_embeddings.weight", (r, tp), multiple)
+        _vocab(b, model, ("model.embed_tokens.weight", "embedding.word_embeddings.weight"), r, vocab_rows)
     for local, layer in enumerate(stage_layers):
         p, m = f"decoder.layers.{local}.", f"model.layers.{layer}."
         b.rows(m, p + "input_layernorm.weight", [("input_layernorm.weight", 0, h)], ())
@@ -120,7 +119,7 @@ def trainer_layout(model: Dense, tp: int, stage_layers: list[int], place: tuple[
         b.rows("", "decoder.final_layernorm.weight", [("model.norm.weight", 0, h)], ())
         if not (model.tied and first):
             head = "model.embed_tokens.weight" if model.tied else "lm_head.weight"
-            _vocab(b, model, head, "output_layer.weight", (r, tp), multiple)
+            _vocab(b, model, (head, "output_layer.weight"), r, vocab_rows)
     return b.build()
 
 
@@ -129,8 +128,7 @@ def engine_layout(model: Dense, tp: int, r: int, multiple: int = 8) -> RankLayou
     b, h, d = _Builder(), model.hidden, model.head_dim
     local = -(-model.vocab // multiple) * multiple // tp
     for name in ["model.embed_tokens.weight"] + ([] if model.tied else ["lm_head.weight"]):
-        start, stop = (min(edge * local, model.vocab) for edge in (r, r + 1))
-        b.rows("", name, [(name, start, stop)], (h,), pad_to=local)
+        _vocab(b, model, (name, name), r, local)
     q, kv = model.heads // tp * d, max(model.kv_heads // tp, 1) * d
     kv_rank = r if model.kv_heads >= tp else r // (tp // model.kv_heads)
     for layer in range(model.num_layers):
@@ -160,7 +158,7 @@ def stage_chunks(num_layers: int, pp: int, vpp: int = 1) -> list[list[int]]:
 
 
 def trainer_mesh(model: Dense, tp: int, pp: int, dp: int = 1, vpp: int = 1) -> dict[int, RankLayout]:
-    """Global rank -> layout in Megatron's order (tensor fastest, then data, then pipeline), from rank 0; replicas share an object."""
+    """Global rank -> layout, in Megatron's order (tensor fastest, then data, then pipeline); replicas share an object."""
     stages = stage_chunks(model.num_layers, pp, vpp)
     found = {}
     for p in range(pp):
@@ -178,7 +176,7 @@ def engine_mesh(model: Dense, tp: int, replicas: int, first_rank: int) -> dict[i
 
 
 def fill(layout: RankLayout, tensors: dict[str, Tensor], padding: float = -1.0) -> dict[str, Tensor]:
-    """A rank's parameters by slicing the full tensors: the definition that every path is held to. Padding keeps its own value."""
+    """A rank's parameters by slicing the full tensors: the definition that every path is held to. Padding has a value of its own."""
     dtype = next(iter(tensors.values())).dtype
     found = {name: torch.full(shape, padding, dtype=dtype) for name, shape in layout.shapes.items()}
     for block in layout.blocks:
