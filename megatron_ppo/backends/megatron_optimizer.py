@@ -1,0 +1,120 @@
+"""Optimizer step of the Megatron backend: clipping, the decision to skip, and the learning rate, counted in optimizer steps.
+
+Stands at the end of ``train_step``, after megatron-core's ``finalize_model_grads`` has summed the gradients over all ranks and divided
+them by the global number of tokens. The optimizer itself is megatron-core's (fp32, or bf16 with fp32 master weights; plain or distributed).
+Left out: gradients (``megatron_schedule.py``) and saving state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_ppo.config import Config, OptimizerConfig
+
+
+def learning_rate(num_steps: int, peak: float, optimizer: OptimizerConfig, num_optimizer_steps: int) -> float:
+    """Learning rate of the step that follows ``num_steps`` finished optimizer steps.
+
+    Linear warm-up without a step at 0: step number ``lr_warmup_steps`` and the one after it run at ``peak``. Then linear or cosine decay
+    (arXiv:1608.03983 without restarts), which reaches ``min_lr`` when ``num_optimizer_steps`` are finished and stays there.
+    """
+    warmup = optimizer.lr_warmup_steps
+    if num_steps < warmup:
+        return peak * (num_steps + 1) / warmup
+    if optimizer.lr_decay_style == "constant":
+        return peak
+    done = min(1.0, (num_steps - warmup) / max(1, num_optimizer_steps - warmup))
+    share = 1.0 - done if optimizer.lr_decay_style == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return optimizer.min_lr + (peak - optimizer.min_lr) * share
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one call of ``MegatronOptimizer.step`` did, equal on all ranks."""
+
+    grad_norm: float
+    """Global norm before clipping."""
+    lr: float
+    """Learning rate of this step."""
+    skipped: bool
+    """True where no rank changed a weight."""
+
+
+class MegatronOptimizer:
+    """megatron-core's optimizer over one role's chunks, with its learning-rate schedule."""
+
+    def __init__(self, chunks: Sequence[Any], config: Config, *, peak_lr: float, num_optimizer_steps: int) -> None:
+        """``chunks`` are wrapped in megatron-core's DistributedDataParallel. Collective over the training mesh."""
+        from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+        from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
+
+        settings = config.optimizer
+        dtype = getattr(torch, config.model.params_dtype)
+        megatron_config = MegatronOptimizerConfig(
+            optimizer=settings.optimizer,
+            lr=peak_lr,
+            min_lr=0.0,  # the schedule of this module sets every rate; megatron-core's own scheduler is not used
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.adam_beta1,
+            adam_beta2=settings.adam_beta2,
+            adam_eps=settings.adam_eps,
+            sgd_momentum=0.0,
+            clip_grad=settings.clip_grad,
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        )
+        self.optimizer = get_megatron_optimizer(
+            megatron_config,
+            list(chunks),
+            # Megatron's rule: no weight decay on biases and on parameters of one dim (norms).
+            config_overrides=get_standard_config_overrides(megatron_config),
+            use_gloo_process_groups=False,
+        )
+        self.num_steps = 0
+        """Finished optimizer steps; skipped ones do not count."""
+        self._settings = settings
+        self._peak_lr = peak_lr
+        self._num_optimizer_steps = num_optimizer_steps
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        return learning_rate(self.num_steps, self._peak_lr, self._settings, self._num_optimizer_steps)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of the last step (the buffers of the chunks are zeroed by their owner)."""
+        self.optimizer.zero_grad()
+
+    def step(self, num_tokens: int) -> StepOutcome:
+        """One step from gradients that are summed over ranks and divided by ``num_tokens`` (global). Collective.
+
+        Skips, on all ranks alike, where ``num_tokens`` is 0 or the global norm is not finite: both are reduced over all ranks.
+        """
+        lr = self.lr
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())
+        if num_tokens == 0 or not math.isfinite(grad_norm):
+            return StepOutcome(grad_norm=grad_norm, lr=lr, skipped=True)
+        if self._settings.clip_grad > 0:
+            self._clip(grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step_with_ready_grads()
+        self.num_steps += 1
+        return StepOutcome(grad_norm=grad_norm, lr=lr, skipped=False)
+
+    def _clip(self, grad_norm: float) -> None:
+        from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+        for part in self.optimizer.chained_optimizers:
+            parameters = part.get_parameters()
+            if parameters:
+                clip_grad_by_total_norm_fp32(parameters, max_norm=self._settings.clip_grad, total_norm=grad_norm)

@@ -1,0 +1,126 @@
+"""Process groups, seeds and schedule settings of megatron-core, before any model is built.
+
+Stands at the start of a training rank: ``world.py`` has made the training mesh's default process group, this module cuts it into
+tensor-, context-, data- and pipeline-parallel groups. Rank order is Megatron's default, fastest first: tp, cp, dp, pp.
+
+    world of 8, TP 2, PP 2:   global rank   0 1 2 3   4 5 6 7
+                              pp            0 0 0 0   1 1 1 1
+                              dp            0 0 1 1   0 0 1 1
+                              tp            0 1 0 1   0 1 0 1
+
+Left out: building networks (``megatron.py``), and equations between sizes that need no megatron (``config_checks.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_ppo import device
+from megatron_ppo.config import Config, ParallelConfig
+
+
+@dataclass(frozen=True)
+class RankCoordinates:
+    """Where one rank stands on each axis of the training mesh."""
+
+    dp: int
+    pp: int
+    tp: int
+    cp: int = 0
+
+
+def rank_coordinates(rank: int, world_size: int, parallel: ParallelConfig) -> RankCoordinates:
+    """Coordinates of ``rank`` in a training mesh of ``world_size`` ranks: Megatron's order "tp-cp-ep-dp-pp" as pure arithmetic."""
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    dp = _data_parallel_size(world_size, parallel)
+    return RankCoordinates(dp=rank // (tp * cp) % dp, pp=rank // (tp * cp * dp), tp=rank % tp, cp=rank // tp % cp)
+
+
+def initialize_megatron(config: Config, seed: int) -> RankCoordinates:
+    """Make megatron-core's process groups over the default group and seed its random states. Collective over the training mesh.
+
+    Returns this rank's coordinates. ``ValueError`` for settings that megatron-core would run wrongly or not at all;
+    ``RuntimeError`` where there is no default group yet, or where megatron-core already has groups.
+    """
+    device.prepare_megatron()
+    from megatron.core import parallel_state, tensor_parallel
+
+    if not torch.distributed.is_initialized():
+        raise RuntimeError("the training mesh has no default process group yet; make it (world.py) before the Megatron backend")
+    if parallel_state.model_parallel_is_initialized():
+        raise RuntimeError("megatron-core already has process groups in this process; call destroy_megatron() first")
+    parallel, world_size = config.parallel, torch.distributed.get_world_size()
+    check_settings(config, world_size)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        distributed_timeout_minutes=parallel.distributed_timeout_minutes,
+        # One backend is enough: the twins over gloo serve checkpoint formats that are not used here.
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    found = RankCoordinates(
+        dp=parallel_state.get_data_parallel_rank(),
+        pp=parallel_state.get_pipeline_model_parallel_rank(),
+        tp=parallel_state.get_tensor_model_parallel_rank(),
+        cp=parallel_state.get_context_parallel_rank(),
+    )
+    expected = rank_coordinates(torch.distributed.get_rank(), world_size, parallel)
+    assert found == expected, f"megatron-core placed this rank at {found}, the arithmetic of this module at {expected}"
+    return found
+
+
+def destroy_megatron() -> None:
+    """Forget megatron-core's process groups, so that others can be made in this process. The default group stays."""
+    device.prepare_megatron()
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+
+
+def check_settings(config: Config, world_size: int) -> None:
+    """``ValueError`` for combinations of settings that megatron-core 0.16.1 refuses late or runs wrongly."""
+    parallel = config.parallel
+    stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    _data_parallel_size(world_size, parallel)
+    if chunks is not None and (chunks < 2 or stages < 2):
+        raise ValueError(
+            f"virtual_pipeline_model_parallel_size {chunks} with pipeline_model_parallel_size {stages}: the interleaved schedule needs "
+            "at least 2 of both. Leave virtual_pipeline_model_parallel_size away for the plain 1F1B schedule"
+        )
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
+        raise ValueError("sequence_parallel splits work between tensor-parallel ranks, but tensor_model_parallel_size is 1: turn it off")
+    if config.optimizer.optimizer == "sgd" and parallel.use_distributed_optimizer:
+        raise ValueError(
+            "megatron-core's distributed optimizer shards Adam only, and sgd has no state to shard: "
+            "set use_distributed_optimizer to false with optimizer sgd"
+        )
+
+
+def configure_schedule(transformer: Any, parallel: ParallelConfig) -> None:
+    """Set the fields of a megatron-core ``TransformerConfig`` that its pipeline schedules and gradient reduction read."""
+    transformer.calculate_per_token_loss = True
+    transformer.pipeline_dtype = transformer.params_dtype
+    interleaved = parallel.virtual_pipeline_model_parallel_size is not None
+    # 1F1B asks each neighbour for the shape of a micro-batch first. Interleaved, forward and backward messages between two ranks travel
+    # at once and the shape messages of one could be read as the other's: there all micro-batches get one shape instead.
+    transformer.variable_seq_lengths = not interleaved and parallel.pipeline_model_parallel_size > 1
+    # With any other setting the interleaved schedule of 0.16.1 mixes up messages of two ranks, or sends memory it has given back.
+    transformer.overlap_p2p_comm = interleaved
+    transformer.batch_p2p_comm = not interleaved
+    transformer.deallocate_pipeline_outputs = False
+
+
+def _data_parallel_size(world_size: int, parallel: ParallelConfig) -> int:
+    tp, pp, cp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.context_parallel_size
+    if world_size % (tp * pp * cp):
+        raise ValueError(
+            f"{world_size} training ranks cannot be cut into copies of the model: tensor {tp} x pipeline {pp} x context {cp} = "
+            f"{tp * pp * cp} ranks each. Change the number of training ranks to a multiple of {tp * pp * cp}"
+        )
+    return world_size // (tp * pp * cp)
