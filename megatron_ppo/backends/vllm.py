@@ -12,26 +12,44 @@ how weights travel (``resharding/``), and which replica answers which prompt (``
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
-import random
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_ppo.backends.base import InferenceBackend
 from megatron_ppo.config import Config
+from megatron_ppo.device import has_cuda, preserved_global_state
 from megatron_ppo.types import Completion, Sampling
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
 _GIB = 2**30
+
+_NOISE = (
+    "The global random seed is set to",  # put back by ``_start_up``
+    "Enforce eager set",  # by us
+    "Inductor compilation was disabled by user settings",
+    "Triton is not installed",
+    "Model Runner V2 requires Triton",
+    "Reset SSM cache type",  # of layers that no supported family has
+    "libtcmalloc is not found in LD_PRELOAD",
+    "libiomp is not found in LD_PRELOAD",
+    "CPU backend doesn't allow to use `torch.set_num_threads`",  # vLLM's own calls
+    "Chat template warmup failed",  # there is no tokenizer, on purpose
+    "Using None for EOS token id",
+    "Unknown vLLM environment variable detected: VLLM_DIST_IDENT",  # vLLM's own, at the second engine of a process
+    "Kernel vllm.",  # "is already registered", likewise
+)
+"""Beginnings of vLLM's warnings that are of its own making or follow from how it is used here."""
 
 
 class VLLMBackend(InferenceBackend):
@@ -46,7 +64,7 @@ class VLLMBackend(InferenceBackend):
         _check_folder(config.model.model_path)
         self._max_model_len = config.max_model_len
         self._has_weights = load_weights
-        on_cpu = not torch.cuda.is_available()
+        on_cpu = not has_cuda()
         set_environment()
         with _start_up(on_cpu):
             from vllm import LLM
@@ -56,6 +74,7 @@ class VLLMBackend(InferenceBackend):
                 skip_tokenizer_init=True,
                 trust_remote_code=config.model.trust_remote_code,
                 load_format="auto" if load_weights else "dummy",
+                use_tqdm_on_load=False,
                 dtype=config.rollout.rollout_dtype,
                 seed=int(seed),
                 max_model_len=config.max_model_len,
@@ -97,8 +116,14 @@ class VLLMBackend(InferenceBackend):
         return {name: parameter.data for name, parameter in self._model.named_parameters()}
 
     def load_hf_weights(self, weights: Sequence[tuple[str, Tensor]]) -> None:
-        """vLLM's own loader, given full Hugging Face tensors by name; every rank cuts out its part. Call ``after_weight_update`` after it."""
-        self._model.load_weights(iter(weights))
+        """vLLM's own loader, given all Hugging Face tensors, full, by name; every rank cuts out its part.
+
+        ``RuntimeError`` with names where a tensor was missing. Call ``after_weight_update`` after it, as after any update.
+        """
+        model: Any = self._model
+        _forget_weights(model)
+        model.load_weights(iter(weights))
+        _check_complete(model)
 
     def after_weight_update(self) -> None:
         """Drop the prefix cache. The first call also proves that no parameter was left without weights (``RuntimeError`` with names)."""
@@ -113,8 +138,14 @@ class VLLMBackend(InferenceBackend):
         if self._llm is None:
             return
         from vllm.distributed import parallel_state
+        from vllm.v1.engine import core
 
-        self._llm.llm_engine.engine_core.shutdown()
+        clean_up = core.cleanup_dist_env_and_memory
+        core.cleanup_dist_env_and_memory = lambda *_: None  # it would destroy the default group too
+        try:
+            self._llm.llm_engine.engine_core.shutdown()
+        finally:
+            core.cleanup_dist_env_and_memory = clean_up
         self._llm = None
         parallel_state.destroy_model_parallel()
         if parallel_state._WORLD is not None:
@@ -146,19 +177,19 @@ class VLLMBackend(InferenceBackend):
         others = [rank for rank, digest in enumerate(digests) if not torch.equal(digest, digests[0])]
         if others:
             raise RuntimeError(
-                f"the {group.world_size} ranks of one vLLM replica must make the same call with the same prompts, sampling and seeds, "
-                f"but tensor-parallel rank(s) {others} differ from rank 0 (this is rank {group.rank_in_group}): broadcast the requests first"
+                f"the {group.world_size} ranks of one vLLM replica must make the same call with the same prompts, sampling and "
+                f"seeds, but tensor-parallel rank(s) {others} differ from rank 0 (this is rank {group.rank_in_group}): "
+                "broadcast the requests first"
             )
 
 
 def set_environment() -> None:
-    """Environment variables that vLLM reads; must stand before its import. What the user has set wins where it does no harm."""
+    """Environment variables and log of vLLM; call before its import. What the user has set wins where it does no harm."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the external launcher needs the scheduler in this process
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ["DO_NOT_TRACK"] = "1"
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # ranks of one host would be bound to the same cores
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    _configure_log()
 
 
 def check_requests(prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int], max_model_len: int) -> None:
@@ -179,36 +210,75 @@ def check_requests(prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: 
 
 @contextmanager
 def _start_up(on_cpu: bool) -> Iterator[None]:
-    """What building an engine changes in the process is put back: random states, ``torch.cuda`` classes, ``set_num_threads``.
-
-    On a CPU, linear layers keep their plain weight meanwhile (see ``_plain_cpu_linear``).
-    """
-    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
-    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    replaced = torch.cuda.Event, torch.cuda.Stream, torch.set_num_threads
-    try:
+    """What building an engine changes in the process is put back: random states, ``torch.cuda`` classes, ``set_num_threads``."""
+    stream, set_num_threads = torch.cuda.Stream, torch.set_num_threads
+    with preserved_global_state(), _quiet_imports(), ExitStack() as stack:
         if on_cpu:
-            with _plain_cpu_linear():
-                yield
-        else:
+            stack.enter_context(_without_compiler())
+            stack.enter_context(_plain_cpu_linear())
+            stack.enter_context(_unbound_memory())
+        try:
             yield
+        finally:
+            torch.cuda.Stream = stream  # type: ignore[misc]
+            torch.set_num_threads = set_num_threads
+
+
+@contextmanager
+def _quiet_imports() -> Iterator[None]:
+    """Import vLLM without what it and torch say of machines without a GPU."""
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning, message=r".*torch\.distributed\.reduce_op")
+        import vllm  # noqa: F401
+
+        yield
+
+
+def _configure_log() -> None:
+    """Send vLLM's warnings to standard error without known noise; ``VLLM_LOGGING_LEVEL`` in the environment asks for more (or less)."""
+    logger = logging.getLogger("vllm")
+    if logger.handlers:
+        return
+    os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # vLLM would put its own handlers back while an engine is built
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("vLLM %(levelname)s: %(message)s"))
+    handler.addFilter(lambda record: not record.getMessage().startswith(_NOISE))
+    logger.addHandler(handler)
+    logger.setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "WARNING").upper())
+    logger.propagate = False
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """On a CPU ``torch.compile`` is the identity while vLLM is imported.
+
+    vLLM decorates small functions with it (the rank of a log-probability); the first request would wait seconds for a C++
+    compiler, which a machine need not have. Eager code computes the same.
+    """
+    compiler = torch.compile
+
+    def identity(function: Any = None, **_: object) -> Any:
+        return function if function is not None else (lambda inner: inner)
+
+    torch.compile = identity  # type: ignore[assignment]
+    try:
+        yield
     finally:
-        torch.cuda.Event, torch.cuda.Stream, torch.set_num_threads = replaced  # type: ignore[misc]
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        numpy.random.set_state(states[2])
-        if cuda_states:
-            torch.cuda.set_rng_state_all(cuda_states)
+        torch.compile = compiler
 
 
 @contextmanager
 def _plain_cpu_linear() -> Iterator[None]:
-    """Keep vLLM from repacking linear weights on a CPU, which leaves parameters of size 0: they stay live, an update is an in-place write."""
+    """Keep vLLM from repacking linear weights on a CPU, which would leave parameters of size 0.
+
+    They stay live, so that an update is an in-place write.
+    """
     from vllm.model_executor.layers import utils
 
     original = utils.dispatch_cpu_unquantized_gemm
 
-    def keep_weight(layer: nn.Module, remove_weight: bool) -> None:
+    def keep_weight(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = nn.functional.linear
 
     utils.dispatch_cpu_unquantized_gemm = keep_weight
@@ -216,6 +286,21 @@ def _plain_cpu_linear() -> Iterator[None]:
         yield
     finally:
         utils.dispatch_cpu_unquantized_gemm = original
+
+
+@contextmanager
+def _unbound_memory() -> Iterator[None]:
+    """Keep vLLM from binding the memory of this process to one NUMA node: the ranks of a host would all take the first one."""
+    import vllm._custom_ops  # noqa: F401  loads the operators
+
+    operators: Any = torch.ops._C
+    original = operators.init_cpu_memory_env
+    if os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "nobind":
+        operators.init_cpu_memory_env = lambda nodes: None
+    try:
+        yield
+    finally:
+        operators.init_cpu_memory_env = original
 
 
 def _check_folder(folder: str) -> None:
@@ -239,7 +324,7 @@ def _forget_weights(model: nn.Module) -> None:
 def _check_complete(model: nn.Module) -> None:
     left = [name for name, parameter in model.named_parameters() if bool(torch.isnan(parameter).any())]
     if left:
-        raise RuntimeError(f"{len(left)} parameter(s) were not (fully) written by the first weight update, or got NaN: {left[:8]}")
+        raise RuntimeError(f"{len(left)} parameter(s) were not (fully) written by the weight update, or got NaN: {left[:8]}")
 
 
 def _params(sampling: Sampling, seed: int) -> SamplingParams:

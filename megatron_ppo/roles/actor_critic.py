@@ -1,0 +1,274 @@
+"""Actor and critic over a Hugging Face causal language model (steps 2, 3 and 5 of an iteration, wherever megatron-core is not used).
+
+The same interfaces as ``MegatronActorCritic``. One process holds the whole network; distributing it is a backend's matter (FSDP). Left out:
+losses, optimizers, and the choice which role runs when. Rows of a ``MicroBatch`` are right-padded, so causal attention needs no mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from megatron_ppo.roles.base import ActorRole, CriticRole
+from megatron_ppo.types import Completion, MicroBatch, RoleOutput, Sampling
+
+_SCORE_WEIGHT = "score.weight"
+_CHUNK_TOKENS = 1024
+"""Tokens whose fp32 log-softmax exists at one time."""
+
+
+class ActorCritic(nn.Module, ActorRole, CriticRole):
+    """A policy, and with ``critic="shared"`` also a value head on its trunk.
+
+    The head is ``score``, a bias-free Linear(hidden, 1), as in Hugging Face's sequence classifiers.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, critic: Literal["shared", "none"] = "none", score_weight: Tensor | None = None) -> None:
+        """``score_weight`` [1, H] starts the value head (default: zeros, so that all first values are 0)."""
+        super().__init__()
+        if score_weight is not None and critic == "none":
+            raise ValueError('a score head was given, but critic="none" has no use for it: say critic="shared"')
+        _check_plain_head(model)
+        self.model = model
+        self.score = value_head(model, score_weight) if critic == "shared" else None
+
+    @classmethod
+    def from_folder(
+        cls, folder: Path | str, *, dtype: torch.dtype, critic: Literal["shared", "none"] = "none", trust_remote_code: bool = False
+    ) -> ActorCritic:
+        """From a folder in Hugging Face format; a shared critic starts from ``score.weight`` where the checkpoint has one."""
+        model = load_causal_lm(folder, dtype=dtype, trust_remote_code=trust_remote_code)
+        weight = read_weight(folder, _SCORE_WEIGHT) if critic == "shared" else None
+        return cls(model, critic=critic, score_weight=weight)
+
+    def forward(self, batch: MicroBatch, *, temperature: float = 1.0, with_entropy: bool = False) -> RoleOutput:
+        """Log-probs [b, T] fp32 of ``batch.labels`` under logits / ``temperature``; entropy if asked; values with a shared critic."""
+        hidden = _hidden_states(self.model, batch.tokens)
+        log_probs, entropy = _log_probs(self.model.get_output_embeddings(), hidden, batch.labels, temperature, with_entropy)
+        return RoleOutput(log_probs=log_probs, entropy=entropy, values=None if self.score is None else apply_value_head(self.score, hidden))
+
+    def computeapply_value_head(self, batch: MicroBatch) -> Tensor:
+        """Values [b, T] fp32. ``RuntimeError`` without a critic."""
+        if self.score is None:
+            raise RuntimeError('this ActorCritic has no value head: build it with critic="shared", or use a Critic')
+        return apply_value_head(self.score, _hidden_states(self.model, batch.tokens))
+
+    @torch.no_grad()
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
+        """One response to each prompt, with a key-value cache.
+
+        Every request has its own generator and consumes one number of it a token, so that a response does not depend on the
+        other requests. Log-probabilities are as ``draw`` gives them. A response ends at an id of ``sampling.stop_token_ids`` (which belongs
+        to it) or at ``max_response_length``.
+        """
+        if not prompts:
+            return []
+        was_training = self.training
+        self.eval()
+        try:
+            return _generate(self.model, prompts, sampling, seeds)
+        finally:
+            self.train(was_training)
+
+
+class Critic(nn.Module, CriticRole):
+    """A separate state-value function: a trunk of its own under a value head."""
+
+    def __init__(self, model: PreTrainedModel, *, score_weight: Tensor | None = None) -> None:
+        """``model`` is a causal LM whose output head is left unused; ``score_weight`` [1, H] starts the value head (default: zeros)."""
+        super().__init__()
+        self.trunk = model.base_model
+        self.score = value_head(model, score_weight)
+
+    @classmethod
+    def from_folder(cls, folder: Path | str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> Critic:
+        """From a policy's or a reward model's folder; the head starts from ``score.weight`` where the checkpoint has one."""
+        model = load_causal_lm(folder, dtype=dtype, trust_remote_code=trust_remote_code)
+        return cls(model, score_weight=read_weight(folder, _SCORE_WEIGHT))
+
+    def forward(self, batch: MicroBatch) -> RoleOutput:
+        """Values alone."""
+        return RoleOutput(values=self.compute_values(batch))
+
+    def computeapply_value_head(self, batch: MicroBatch) -> Tensor:
+        """Values [b, T] fp32."""
+        return apply_value_head(self.score, self.trunk(input_ids=batch.tokens, use_cache=False).last_hidden_state)
+
+
+def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[int, float]:
+    """Draw one token from ``logits`` [V]; returns it and its log-probability under the distribution drawn from.
+
+    That is logits / temperature, cut to the ``top_k`` most likely, then to the smallest set that holds ``top_p`` of what is left
+    (arXiv:1904.09751), renormalised: vLLM's order and its "processed_logprobs". Greedy: the most likely token, under the logits
+    themselves. By inversion: one uniform number against the cumulated probabilities.
+    """
+    if sampling.greedy:
+        log_probs = logits.double().log_softmax(-1)
+        token = int(log_probs.argmax())
+        return token, float(log_probs[token])
+    scaled = _cut(logits.double() / sampling.temperature, sampling)
+    log_probs = scaled.log_softmax(-1)
+    cumulated = log_probs.exp().cumsum(-1)
+    uniform = torch.rand((), dtype=torch.float64, generator=generator) * cumulated[-1]
+    token = int(torch.searchsorted(cumulated, uniform, right=True))  # the first whose sum is above: never one of probability 0
+    return token, float(log_probs[token])
+
+
+def value_head(model: PreTrainedModel, score_weight: Tensor | None) -> nn.Linear:
+    """Linear(hidden, 1) without bias, in the model's dtype and place; zeros, or the given [1, H]. ``ValueError`` for another shape."""
+    embedding = model.get_input_embeddings().weight
+    head = nn.Linear(embedding.shape[1], 1, bias=False, dtype=embedding.dtype, device=embedding.device)
+    if score_weight is not None and score_weight.shape != head.weight.shape:
+        raise ValueError(
+            f"{_SCORE_WEIGHT} has shape {list(score_weight.shape)}, but a value head over {embedding.shape[1]} hidden units has "
+            f"{list(head.weight.shape)}: the checkpoint is of another size, or has more than one label"
+        )
+    with torch.no_grad():
+        head.weight.zero_() if score_weight is None else head.weight.copy_(score_weight)
+    return head
+
+
+def load_causal_lm(folder: Path | str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+    """A causal LM from a local folder, in eval mode. ``ValueError`` where the folder is none, or lacks a weight of the trunk.
+
+    A reward model's folder serves too: its output head is then untied and unused.
+    """
+    if not (Path(folder) / "config.json").is_file():
+        raise ValueError(f"{str(folder)!r} has no config.json: a folder in Hugging Face format is needed")
+    with _quiet():
+        model, report = AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=dtype, trust_remote_code=trust_remote_code, local_files_only=True, output_loading_info=True
+        )
+    missing = sorted(name for name in report["missing_keys"] if not name.startswith("lm_head."))
+    if missing:
+        raise ValueError(f"the checkpoint in {str(folder)!r} lacks {len(missing)} weight(s) of the model, among them {missing[:5]}")
+    return model.eval()
+
+
+def read_weight(folder: Path | str, name: str) -> Tensor | None:
+    """One tensor of the safetensors files in ``folder``, or None where no file has it."""
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            if name in file.keys():  # noqa: SIM118  not a dict
+                return file.get_tensor(name)
+    return None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' progress bar and its report of weights that are missing or left over: the caller looks at those itself."""
+    level, with_bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if with_bar:
+            transformers_logging.enable_progress_bar()
+
+
+def _check_plain_head(model: PreTrainedModel) -> None:
+    """Logits must be the output head's product with the hidden states and no more."""
+    neutral = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
+    for name, value in neutral.items():
+        found = getattr(model.config, name, value)
+        if found not in (None, value):
+            raise ValueError(f"{model.config.model_type} models change their logits after the output head ({name} = {found}): not supported")
+
+
+def _hidden_states(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """[b, T, H] after the last norm."""
+    return model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+
+
+def apply_value_head(head: nn.Linear, hidden: Tensor) -> Tensor:
+    """[b, T], computed in fp32: bf16 has steps of 0.4 % at best."""
+    return nn.functional.linear(hidden.float(), head.weight.float()).squeeze(-1)
+
+
+def _log_probs(
+    output_head: nn.Module, hidden: Tensor, labels: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """[b, T] fp32 log-probabilities and entropies, chunk by chunk; in training the chunks are computed again for the gradient."""
+    flat, targets = hidden.flatten(0, 1), labels.flatten()
+    pieces = []
+    for start in range(0, flat.shape[0], _CHUNK_TOKENS):
+        chunk = slice(start, start + _CHUNK_TOKENS)
+        arguments = (output_head, flat[chunk], targets[chunk], temperature, with_entropy)
+        if torch.is_grad_enabled() and flat.shape[0] > _CHUNK_TOKENS:
+            pieces.append(checkpoint(_chunk_log_probs, *arguments, use_reentrant=False))
+        else:
+            pieces.append(_chunk_log_probs(*arguments))
+    both = torch.cat(pieces, dim=1).unflatten(1, labels.shape)
+    return both[0], both[1] if with_entropy else None
+
+
+def _chunk_log_probs(output_head: nn.Module, hidden: Tensor, labels: Tensor, temperature: float, with_entropy: bool) -> Tensor:
+    """[2, tokens] (or [1, tokens] without entropy)."""
+    log_softmax = (output_head(hidden).float() / temperature).log_softmax(-1)
+    log_probs = log_softmax.gather(-1, labels[:, None])[:, 0]
+    if not with_entropy:
+        return log_probs[None]
+    # the entropy -sum p log p; a logit of -inf (p = 0) counts 0, not NaN
+    terms = torch.where(log_softmax.isinf(), 0.0, log_softmax.exp() * log_softmax)
+    return torch.stack([log_probs, -terms.sum(-1)])
+
+
+def _cut(logits: Tensor, sampling: Sampling) -> Tensor:
+    """``logits`` [V] with -inf outside top_k, then outside top_p."""
+    if 0 < sampling.top_k < logits.shape[0]:
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)
+    if sampling.top_p < 1:
+        ascending, order = logits.sort()
+        outside = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
+        outside[-1] = False  # the most likely token always stays
+        logits = logits.masked_fill(torch.empty_like(outside).scatter(0, order, outside), -torch.inf)
+    return logits
+
+
+def _generate(model: PreTrainedModel, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
+    """All requests in one batch, left-padded inside; a finished row runs along until the last one has ended."""
+    device = model.get_input_embeddings().weight.device
+    generators = [torch.Generator().manual_seed(int(seed)) for seed in seeds]
+    ids, mask = _left_pad(prompts, device)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    completions = [Completion(token_ids=[], log_probs=[], truncated=True) for _ in prompts]
+    open_rows = set(range(len(prompts)))
+    cache = None
+    for _ in range(sampling.max_response_length):
+        output = model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
+        cache, logits = output.past_key_values, output.logits[:, -1].cpu()
+        drawn = [0] * len(prompts)
+        for row in sorted(open_rows):
+            drawn[row], log_prob = draw(logits[row], sampling, generators[row])
+            completions[row].token_ids.append(drawn[row])
+            completions[row].log_probs.append(log_prob)
+            if drawn[row] in sampling.stop_token_ids:
+                completions[row] = Completion(completions[row].token_ids, completions[row].log_probs, truncated=False)
+                open_rows.remove(row)
+        if not open_rows:
+            break
+        ids = torch.tensor(drawn, device=device)[:, None]
+        mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
+        positions = positions[:, -1:] + 1
+    return completions
+
+
+def _left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids and attention mask (1 = a real token), both [B, longest] int64."""
+    longest = max(len(prompt) for prompt in prompts)
+    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    return ids, mask
