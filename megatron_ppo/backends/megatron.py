@@ -1,8 +1,8 @@
 """``MegatronBackend``: the training mesh's roles on megatron-core, with tensor, pipeline, context and data parallelism.
 
 Stands below ``training_engine.py``, which asks it for log-probs, values, scores and optimizer steps, and above the roles, whose forward
-passes it runs through megatron-core's schedules. One network a role; the actor and a separate critic have an optimizer, the reference and the
-reward model are frozen and hold weights of their own.
+passes it runs through megatron-core's schedules. One network a role; the actor and a separate critic have an optimizer, the reference
+and the reward model are frozen and hold weights of their own.
 
     config.model.critic   networks
     shared                actor "lm+value"
@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megatron_ppo import device
 from megatron_ppo.backends.base import LossFunction, LossMetrics, RoleName, StepResult, TrainingBackend
 from megatron_ppo.backends.megatron_optimizer import MegatronOptimizer
 from megatron_ppo.backends.megatron_schedule import collect_outputs, reduce_metrics, run_schedule
@@ -119,6 +120,13 @@ class MegatronBackend(TrainingBackend):
         metrics = run_schedule(network.chunks, micro_batches, _Pass(network.head, temperature), finish, forward_only=False)
         outcome = network.optimizer.step(counted.num_tokens)
         return StepResult(metrics=reduce_metrics(metrics), grad_norm=outcome.grad_norm, lr=outcome.lr, skipped=outcome.skipped)
+
+    def data_parallel_sum(self, tensor: Tensor) -> Tensor:
+        from megatron.core import parallel_state
+
+        total = tensor.detach().clone().to(device.device())
+        torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        return total.cpu()
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
         network = self._network("actor")
