@@ -15,6 +15,7 @@ Shapes: B responses, T padded length. Alignment does not matter here, as long as
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -199,8 +200,10 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, kind: KL
     if kind != "k3":
         raise ValueError(f"there is no KL estimator {kind!r}; choose k1, k2 or k3")
     inner = d.clamp(max=K3_LINEAR_FROM)
-    tangent = torch.expm1(torch.tensor(K3_LINEAR_FROM, dtype=d.dtype, device=d.device))
-    k3 = torch.expm1(inner) - inner + tangent * (d - inner)
+    slope = math.expm1(K3_LINEAR_FROM)
+    line = slope - K3_LINEAR_FROM + slope * (d - K3_LINEAR_FROM)
+    # chosen, not added: in float32 the slope's gradient, +22025 - 22025, would leave its rounding in that of every token
+    k3 = torch.where(d > K3_LINEAR_FROM, line, torch.expm1(inner) - inner)
     return k3 + torch.relu(-k3).detach()  # rounding can leave -1e-10 near d = 0: lift the value, leave the gradient
 
 
@@ -222,7 +225,7 @@ class KLController:
         """Learn from one batch: the mean over its responses of the summed per-token KL, and how many responses it had."""
         if self.target is None or num_responses == 0:
             return
-        if not torch.isfinite(torch.tensor(kl_per_response)):
+        if not math.isfinite(kl_per_response):
             raise FloatingPointError(
                 f"the measured KL per response is {kl_per_response}; kl_coef {self.kl_coef} cannot follow it"
             )
