@@ -1,0 +1,335 @@
+"""Carries out a plan: packs boxes into buckets, broadcasts them, unpacks them into the live parameters.
+
+Step 1 of every iteration (the sync). Every rank serves its groups' buckets in one global order, at most two in flight:
+
+    source        pack 0 | pack 1 | wait 0, pack 2 | ...          cast to the wire's dtype while packing
+    broadcast              0 ---- | 1 ------------ | 2 --
+    destination                     wait 0, unpack 0 | wait 1, unpack 1 | ...
+
+A group's stream is its transfers laid end to end, cut every ``bucket_bytes``; a box larger than a bucket is cut too. Bucket k of every
+group precedes bucket k + 1 of any, and ranks start their broadcasts in that order: the oldest unfinished bucket is never behind another
+on any of its members, so that no two ranks can wait for each other. Extra memory is two buckets, made once.
+
+Left out: what goes where (``plan.py``), the proof that it arrived (``checksum.py``), and what becomes of an engine whose transfer failed
+midway (the caller marks it unusable).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_ppo.resharding.layout import Ranges, box_shape, view
+from megatron_ppo.resharding.plan import Group, ReshardPlan, volume
+
+Parameters = Mapping[str, Tensor]
+"""Local parameter name -> live tensor."""
+_IN_FLIGHT = 2
+
+
+class Work(Protocol):
+    """A started broadcast."""
+
+    def wait(self) -> object:
+        """Block until the tensor may be read or reused; raises where the transfer failed."""
+
+
+class GroupBridge(Protocol):
+    """What the executor needs of ``bridge.Bridge``: one process group over a plan's group."""
+
+    def broadcast(self, tensor: Tensor, source_global_rank: int, async_op: bool = False) -> Work | None:
+        """Fill ``tensor`` on every member with the source's."""
+
+
+MakeGroup = Callable[[str, Sequence[int]], GroupBridge]
+"""(unique name, member global ranks ascending) -> bridge; called by the members only, in the plan's order."""
+
+
+@dataclass(frozen=True)
+class TransferStats:
+    """What one rank moved in one sync. Bytes on the wire's dtype, padding excluded; a broadcast counts once at its source."""
+
+    bytes_sent: int
+    bytes_received: int
+    num_buckets: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A box of a parameter that stands at ``offset`` in a bucket."""
+
+    source_parameter: str
+    source: Ranges
+    destination_parameter: str
+    destination: Ranges
+    offset: int
+    num_elements: int
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """One broadcast."""
+
+    bridge: GroupBridge | None
+    """None where source and only destination are the same rank."""
+    source: int
+    is_source: bool
+    is_destination: bool
+    copies: tuple[_Copy, ...]
+    num_elements: int
+
+
+class ReshardExecutor:
+    """One rank's part of a plan. Collective: all ranks of the plan make it, then run each sync together.
+
+    Args:
+        plan: equal on all ranks (``describe`` and ``compare_descriptions`` prove it).
+        rank: this process's global rank.
+        make_group: makes a process group; ranks call it in the plan's order, each only for the groups it belongs to.
+        bucket_bytes: size of a broadcast; two buffers of that size are all the extra memory.
+        transfer_dtype: dtype on the wire, which is the rollout engine's. Sources of another floating dtype are cast as by ``Tensor.to``.
+    """
+
+    def __init__(self, plan: ReshardPlan, rank: int, make_group: MakeGroup, *, bucket_bytes: int, transfer_dtype: torch.dtype) -> None:
+        if plan.bytes_per_element != transfer_dtype.itemsize:
+            raise ValueError(
+                f"the plan counts {plan.bytes_per_element} bytes an element, {transfer_dtype} has {transfer_dtype.itemsize}; "
+                "build the plan with transfer_dtype.itemsize"
+            )
+        if bucket_bytes < transfer_dtype.itemsize:
+            raise ValueError(f"bucket_bytes {bucket_bytes} cannot hold one element of {transfer_dtype}; give at least 1 MiB")
+        self.plan = plan
+        self.rank = rank
+        self.bucket_bytes = bucket_bytes
+        self.transfer_dtype = transfer_dtype
+        self._buckets = _schedule(plan, rank, make_group, bucket_bytes // transfer_dtype.itemsize)
+        self._buffers: list[Tensor] = []
+        self._broken = False
+
+    def send(self, parameters: Parameters) -> TransferStats:
+        """Broadcast this training rank's share. Parameters may be of any floating dtype and strides.
+
+        Raises:
+            ValueError: parameters missing or of another shape (names in the text); nothing has been sent then.
+            RuntimeError: a transfer failed; this executor cannot be used again, as its ranks are no longer in step.
+        """
+        if self.rank in self.plan.destination_shapes:
+            raise RuntimeError(f"rank {self.rank} sends and receives: call exchange, which does both at once")
+        return self._checked_run(parameters, None)
+
+    def receive(self, parameters: Parameters) -> TransferStats:
+        """Fill this rollout rank's live parameters in place; elements outside every block (padding) keep what they hold.
+
+        Raises:
+            ValueError: parameters missing, unknown to the plan, of another shape or dtype than ``transfer_dtype``, or sharing memory.
+            RuntimeError: a transfer failed midway; the parameters are then of mixed versions.
+        """
+        if self.rank in self.plan.source_shapes:
+            raise RuntimeError(f"rank {self.rank} sends and receives: call exchange, which does both at once")
+        return self._checked_run(None, parameters)
+
+    def exchange(self, sources: Parameters, destinations: Parameters) -> TransferStats:
+        """``send`` and ``receive`` of a rank that is in both meshes (colocated). Raises as they do."""
+        return self._checked_run(sources, destinations)
+
+    def describe(self, *, sources: Parameters | None = None, destinations: Parameters | None = None) -> str:
+        """JSON that both ends compare before the first sync (``compare_descriptions``): the plan, the wire, and this rank's faults."""
+        return json.dumps(
+            {
+                "rank": self.rank,
+                "plan": self.plan.digest(),
+                "dtype": str(self.transfer_dtype),
+                "bucket_bytes": self.bucket_bytes,
+                "faults": self._faults(sources, destinations),
+            }
+        )
+
+    def _checked_run(self, sources: Parameters | None, destinations: Parameters | None) -> TransferStats:
+        if self._broken:
+            raise RuntimeError(f"an earlier transfer of rank {self.rank} failed midway; restart the run from its last checkpoint")
+        faults = self._faults(sources, destinations)
+        if faults:
+            raise ValueError(f"rank {self.rank} cannot take part in the weight transfer: {'; '.join(faults)}")
+        try:
+            return self._run(sources or {}, destinations or {})
+        except BaseException:
+            self._broken = True
+            raise
+
+    @torch.no_grad()
+    def _run(self, sources: Parameters, destinations: Parameters) -> TransferStats:
+        started = time.monotonic()
+        if not self._buckets:
+            return TransferStats(0, 0, 0, time.monotonic() - started)
+        buffers = self._make_buffers(next(iter((sources or destinations).values())).device)
+        in_flight: deque[tuple[_Bucket, Tensor, Work | None]] = deque()
+        sent = received = 0
+        with _side_stream(buffers[0].device):
+            for number, bucket in enumerate(self._buckets):
+                if len(in_flight) == len(buffers):
+                    received += _finish(*in_flight.popleft(), destinations)
+                buffer = buffers[number % len(buffers)][: bucket.num_elements]
+                if bucket.is_source:
+                    _pack(bucket, buffer, sources)
+                    sent += buffer.nbytes
+                work = None if bucket.bridge is None else bucket.bridge.broadcast(buffer, bucket.source, async_op=True)
+                in_flight.append((bucket, buffer, work))
+            while in_flight:
+                received += _finish(*in_flight.popleft(), destinations)
+        return TransferStats(sent, received, len(self._buckets), time.monotonic() - started)
+
+    def _make_buffers(self, device: torch.device) -> list[Tensor]:
+        if not self._buffers or self._buffers[0].device != device:
+            size = max(bucket.num_elements for bucket in self._buckets)
+            count = min(_IN_FLIGHT, len(self._buckets))
+            self._buffers = [torch.empty(size, dtype=self.transfer_dtype, device=device) for _ in range(count)]
+        return self._buffers
+
+    def _faults(self, sources: Parameters | None, destinations: Parameters | None) -> list[str]:
+        """Why this rank could not take part, in words."""
+        faults: list[str] = []
+        for shapes, given in ((self.plan.source_shapes, sources), (self.plan.destination_shapes, destinations)):
+            if self.rank in shapes:
+                faults += _shape_faults(shapes[self.rank], given or {})
+        for name, tensor in (sources or {}).items():
+            if not tensor.is_floating_point():
+                faults.append(f"{name} is {tensor.dtype}, which is not cast to {self.transfer_dtype}")
+        faults += self._destination_faults(destinations or {})
+        return faults
+
+    def _destination_faults(self, destinations: Parameters) -> list[str]:
+        planned = self.plan.destination_shapes.get(self.rank, {})
+        unknown = [name for name in destinations if name not in planned]
+        faults = [f"the plan fills no {', '.join(unknown)}, which would keep old weights"] if unknown else []
+        address: dict[int, str] = {}
+        for name, tensor in destinations.items():
+            if tensor.dtype != self.transfer_dtype:
+                faults.append(f"{name} is {tensor.dtype}, the wire {self.transfer_dtype}")
+            other = address.setdefault(tensor.data_ptr(), name)
+            if other != name and tensor.numel():
+                faults.append(f"{name} and {other} share memory, so that a tied weight would be written twice")
+        return faults
+
+
+def compare_descriptions(descriptions: Sequence[str]) -> None:
+    """Refuse a sync that cannot work, on all ranks alike: each gives the descriptions of all (or of all heads), in any order.
+
+    Raises:
+        ValueError: a rank's faults (missing names, other shapes or dtypes), or plans, dtypes or bucket sizes that differ; with the ranks.
+    """
+    found = [json.loads(text) for text in descriptions]
+    faults = [f"rank {one['rank']}: {fault}" for one in found for fault in one["faults"]]
+    for key, what in (("plan", "plan digest"), ("dtype", "dtype on the wire"), ("bucket_bytes", "bucket_bytes")):
+        ranks: dict[object, list[int]] = {}
+        for one in found:
+            ranks.setdefault(one[key], []).append(one["rank"])
+        if len(ranks) > 1:
+            faults.append(f"{what} differs: " + ", ".join(f"{value} on ranks {who}" for value, who in ranks.items()))
+    if faults:
+        raise ValueError(f"training and rollout ranks do not agree on the weight transfer: {'; '.join(faults)}")
+
+
+def slice_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Ranges]:
+    """Elements start..stop of a row-major tensor of that shape, as boxes in order, each of which is itself contiguous in that order."""
+    if start >= stop:
+        return
+    if not shape:
+        yield ()
+        return
+    row = volume(tuple((0, size) for size in shape[1:]))
+    first, last = -(-start // row), stop // row
+    if first > last:  # within one row
+        index = start // row
+        yield from (((index, index + 1), *box) for box in slice_boxes(shape[1:], start - index * row, stop - index * row))
+        return
+    if start < first * row:
+        yield from (((first - 1, first), *box) for box in slice_boxes(shape[1:], start - (first - 1) * row, row))
+    if first < last:
+        yield ((first, last), *((0, size) for size in shape[1:]))
+    if last * row < stop:
+        yield from (((last, last + 1), *box) for box in slice_boxes(shape[1:], 0, stop - last * row))
+
+
+def _schedule(plan: ReshardPlan, rank: int, make_group: MakeGroup, bucket_elements: int) -> tuple[_Bucket, ...]:
+    """This rank's buckets in the global order: bucket k of every group before bucket k + 1 of any."""
+    found: list[tuple[int, int, _Bucket]] = []
+    for number, group in enumerate(plan.groups_of(rank)):
+        bridge = make_group(group.name, group.ranks) if len(group.ranks) > 1 else None
+        for k, copies in enumerate(_cut(group, bucket_elements)):
+            size = sum(copy.num_elements for copy in copies)
+            bucket = _Bucket(bridge, group.source, rank == group.source, rank in group.destinations, copies, size)
+            found.append((k, number, bucket))
+    return tuple(bucket for _, _, bucket in sorted(found, key=lambda entry: entry[:2]))
+
+
+def _cut(group: Group, bucket_elements: int) -> Iterator[tuple[_Copy, ...]]:
+    """The group's stream, cut every ``bucket_elements``."""
+    copies: list[_Copy] = []
+    offset = 0
+    for transfer in group.transfers:
+        shape, done, total = box_shape(transfer.canonical), 0, transfer.num_elements
+        while done < total:
+            stop = min(total, done + bucket_elements - offset)
+            for box in slice_boxes(shape, done, stop):
+                source, destination = _inside(box, transfer.source), _inside(box, transfer.destination)
+                copies.append(_Copy(transfer.source_parameter, source, transfer.destination_parameter, destination, offset, volume(box)))
+                offset += volume(box)
+            done = stop
+            if offset == bucket_elements:
+                yield tuple(copies)
+                copies, offset = [], 0
+    if copies:
+        yield tuple(copies)
+
+
+def _inside(box: Ranges, outer: Ranges) -> Ranges:
+    return tuple((start + origin, stop + origin) for (start, stop), (origin, _) in zip(box, outer, strict=True))
+
+
+def _pack(bucket: _Bucket, buffer: Tensor, sources: Parameters) -> None:
+    for copy in bucket.copies:
+        box = view(sources[copy.source_parameter], copy.source)
+        buffer[copy.offset : copy.offset + copy.num_elements].view(box.shape).copy_(box)
+
+
+def _finish(bucket: _Bucket, buffer: Tensor, work: Work | None, destinations: Parameters) -> int:
+    """Wait for a bucket and unpack it; returns the bytes that arrived for this rank."""
+    if work is not None:
+        work.wait()
+    if not bucket.is_destination:
+        return 0
+    for copy in bucket.copies:
+        box = view(destinations[copy.destination_parameter], copy.destination)
+        box.copy_(buffer[copy.offset : copy.offset + copy.num_elements].view(box.shape))
+    return buffer.nbytes
+
+
+def _shape_faults(planned: Mapping[str, tuple[int, ...]], given: Parameters) -> list[str]:
+    missing = [name for name in planned if name not in given]
+    faults = [f"missing {', '.join(missing)}"] if missing else []
+    for name, shape in planned.items():
+        if name in given and tuple(given[name].shape) != shape:
+            faults.append(f"{name} has shape {tuple(given[name].shape)}, the plan {shape}")
+    return faults
+
+
+@contextlib.contextmanager
+def _side_stream(device: torch.device) -> Iterator[None]:
+    """On a GPU, pack, unpack and wait on a stream of their own, and return when all is done; on a CPU nothing is needed."""
+    if device.type != "cuda":
+        yield
+        return
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        yield
+    side.synchronize()
