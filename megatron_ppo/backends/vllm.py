@@ -17,7 +17,6 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +24,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_ppo.backends.base import InferenceBackend
+from megatron_ppo.backends.inference_checks import check_complete, check_layout, check_requests, forget_weights
 from megatron_ppo.config import Config
 from megatron_ppo.device import has_cuda, preserved_global_state
+from megatron_ppo.resharding.families import network_shape
+from megatron_ppo.resharding.vllm_layout import check_vllm, vllm_layout
 from megatron_ppo.types import Completion, Sampling
 
 if TYPE_CHECKING:
@@ -57,11 +59,14 @@ class VLLMBackend(InferenceBackend):
 
     ``seed`` is the replica's engine seed, the same on its ranks; samples do not depend on it, each request carries its own.
     With ``load_weights=False`` the engine starts without weights: every parameter is NaN until a sync has written it, and ``generate``
-    refuses to sample before ``after_weight_update`` has seen that none was left out.
+    refuses to sample before ``after_weight_update`` has seen that none was left out. ``ValueError``: the folder or the size is not
+    supported. ``RuntimeError``: vLLM's parameters do not lie as ``vllm_layout`` says.
     """
 
     def __init__(self, config: Config, *, seed: int, load_weights: bool = False) -> None:
-        _check_folder(config.model.model_path)
+        # A path that does not exist would be taken for the name of a model on a hub: the folder is read first.
+        network, tp_size = network_shape(config.model.model_path), config.parallel.rollout_tensor_parallel_size
+        check_vllm(network, tp_size)
         self._max_model_len = config.max_model_len
         self._has_weights = load_weights
         on_cpu = not has_cuda()
@@ -78,7 +83,7 @@ class VLLMBackend(InferenceBackend):
                 dtype=config.rollout.rollout_dtype,
                 seed=int(seed),
                 max_model_len=config.max_model_len,
-                tensor_parallel_size=config.parallel.rollout_tensor_parallel_size,
+                tensor_parallel_size=tp_size,
                 distributed_executor_backend="external_launcher",
                 gpu_memory_utilization=config.rollout.gpu_memory_utilization,
                 kv_cache_memory_bytes=int(config.rollout.kv_cache_gib * _GIB) if on_cpu else None,
@@ -88,8 +93,10 @@ class VLLMBackend(InferenceBackend):
                 generation_config="vllm",  # not the folder's sampling defaults: the run's configuration is the only source
             )
         self._check_peers(f"engine seed {seed}")
+        self._layout = vllm_layout(network, tensor_parallel_size=tp_size, tp_rank=_tp_group().rank_in_group)
+        check_layout(self.weights(), self._layout, getattr(torch, config.rollout.rollout_dtype))
         if not load_weights:
-            _forget_weights(self._model)
+            forget_weights(self.weights(), self._layout)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
         """One response to each prompt, in order; the same list on every rank of the replica.
@@ -115,20 +122,30 @@ class VLLMBackend(InferenceBackend):
         """This rank's live parameters by vLLM's name, local shapes; tied heads appear once, as the embedding."""
         return {name: parameter.data for name, parameter in self._model.named_parameters()}
 
+    def shard_bytes(self) -> int:
+        """Bytes of this rank's live parameters without vocabulary padding; vLLM's embedding modules know how many of their rows are real."""
+        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+        sizes = {id(p): p.numel() * p.element_size() for p in self._model.parameters()}
+        for module in self._model.modules():
+            if isinstance(module, VocabParallelEmbedding):  # the output head too; one entry where both are tied
+                weight = module.weight
+                sizes[id(weight)] = module.shard_indices.num_org_elements * weight.shape[1] * weight.element_size()
+        return sum(sizes.values())
+
     def load_hf_weights(self, weights: Sequence[tuple[str, Tensor]]) -> None:
         """vLLM's own loader, given all Hugging Face tensors, full, by name; every rank cuts out its part.
 
         ``RuntimeError`` with names where a tensor was missing. Call ``after_weight_update`` after it, as after any update.
         """
-        model: Any = self._model
-        _forget_weights(model)
-        model.load_weights(iter(weights))
-        _check_complete(model)
+        forget_weights(self.weights(), self._layout)
+        self._model.load_weights(iter(weights))
+        check_complete(self.weights())
 
     def after_weight_update(self) -> None:
         """Drop the prefix cache. The first call also proves that no parameter was left without weights (``RuntimeError`` with names)."""
         if not self._has_weights:
-            _check_complete(self._model)
+            check_complete(self.weights())
             self._has_weights = True
         if not self._engine.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running while weights change")
@@ -159,15 +176,13 @@ class VLLMBackend(InferenceBackend):
         return self._llm
 
     @property
-    def _model(self) -> nn.Module:
+    def _model(self) -> Any:
         worker: Any = self._engine.llm_engine.model_executor.driver_worker.worker
         return worker.get_model()
 
     def _check_peers(self, what: str) -> None:
         """All ranks of the replica must ask for the same: vLLM would hang, or mix up sequences, where they do not."""
-        from vllm.distributed.parallel_state import get_tp_group
-
-        group = get_tp_group()
+        group = _tp_group()
         if group.world_size == 1:
             return
         digest = int.from_bytes(hashlib.sha256(what.encode()).digest()[:8], "big", signed=True)
@@ -183,6 +198,13 @@ class VLLMBackend(InferenceBackend):
             )
 
 
+def _tp_group() -> Any:
+    """vLLM's group of this replica's ranks."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return get_tp_group()
+
+
 def set_environment() -> None:
     """Environment variables and log of vLLM; call before its import. What the user has set wins where it does no harm."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the external launcher needs the scheduler in this process
@@ -190,22 +212,6 @@ def set_environment() -> None:
     os.environ["DO_NOT_TRACK"] = "1"
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # ranks of one host would be bound to the same cores
     _configure_log()
-
-
-def check_requests(prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int], max_model_len: int) -> None:
-    """``ValueError`` for requests that an engine would cut short, answer emptily or seed from nowhere."""
-    if len(prompts) != len(seeds):
-        raise ValueError(f"{len(prompts)} prompts came with {len(seeds)} seeds: each prompt needs its own")
-    for index, prompt in enumerate(prompts):
-        if len(prompt) == 0:
-            raise ValueError(f"prompt {index} has no tokens: there is nothing to predict the first token from")
-        if len(prompt) + sampling.max_response_length > max_model_len:
-            raise ValueError(
-                f"prompt {index} has {len(prompt)} tokens; with max_response_length {sampling.max_response_length} that is more than "
-                f"max_model_len {max_model_len}: shorten the prompt or the response, or raise max_model_len"
-            )
-    if any(seed < 0 for seed in seeds):
-        raise ValueError(f"seeds must be 0 or more, but the smallest is {min(seeds)}")
 
 
 @contextmanager
@@ -301,30 +307,6 @@ def _unbound_memory() -> Iterator[None]:
         yield
     finally:
         operators.init_cpu_memory_env = original
-
-
-def _check_folder(folder: str) -> None:
-    """vLLM takes a path that does not exist for the name of a model on a hub."""
-    if not (Path(folder) / "config.json").is_file():
-        raise ValueError(f"model_path {folder!r} has no config.json: it must be a folder in Hugging Face format")
-
-
-def _forget_weights(model: nn.Module) -> None:
-    """NaN everywhere but in vocabulary padding, so that a parameter that a sync leaves out cannot pass for weights."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(float("nan"))
-        for module in model.modules():
-            if isinstance(module, VocabParallelEmbedding):
-                module.weight[module.shard_indices.num_org_elements :] = 0
-
-
-def _check_complete(model: nn.Module) -> None:
-    left = [name for name, parameter in model.named_parameters() if bool(torch.isnan(parameter).any())]
-    if left:
-        raise RuntimeError(f"{len(left)} parameter(s) were not (fully) written by the weight update, or got NaN: {left[:8]}")
 
 
 def _params(sampling: Sampling, seed: int) -> SamplingParams:

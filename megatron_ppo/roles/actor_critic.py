@@ -14,16 +14,14 @@ from typing import Literal
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from megatron_ppo.roles.base import ActorRole, CriticRole
+from megatron_ppo.roles.logits import log_probs_and_entropy
 from megatron_ppo.types import Completion, MicroBatch, RoleOutput, Sampling
 
 _SCORE_WEIGHT = "score.weight"
-_CHUNK_TOKENS = 1024
-"""Tokens whose fp32 log-softmax exists at one time."""
 
 
 class ActorCritic(nn.Module, ActorRole, CriticRole):
@@ -43,7 +41,12 @@ class ActorCritic(nn.Module, ActorRole, CriticRole):
 
     @classmethod
     def from_folder(
-        cls, folder: Path | str, *, dtype: torch.dtype, critic: Literal["shared", "none"] = "none", trust_remote_code: bool = False
+        cls,
+        folder: Path | str,
+        *,
+        dtype: torch.dtype,
+        critic: Literal["shared", "none"] = "none",
+        trust_remote_code: bool = False,
     ) -> ActorCritic:
         """From a folder in Hugging Face format; a shared critic starts from ``score.weight`` where the checkpoint has one."""
         model = load_causal_lm(folder, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -53,7 +56,10 @@ class ActorCritic(nn.Module, ActorRole, CriticRole):
     def forward(self, batch: MicroBatch, *, temperature: float = 1.0, with_entropy: bool = False) -> RoleOutput:
         """Log-probs [b, T] fp32 of ``batch.labels`` under logits / ``temperature``; entropy if asked; values with a shared critic."""
         hidden = _hidden_states(self.model, batch.tokens)
-        log_probs, entropy = _log_probs(self.model.get_output_embeddings(), hidden, batch.labels, temperature, with_entropy)
+        logits = self.model.get_output_embeddings()(hidden)
+        log_probs, entropy = log_probs_and_entropy(
+            logits, batch.labels, temperature=temperature, vocab_size=logits.shape[-1], with_entropy=with_entropy
+        )
         return RoleOutput(log_probs=log_probs, entropy=entropy, values=None if self.score is None else apply_value_head(self.score, hidden))
 
     def computeapply_value_head(self, batch: MicroBatch) -> Tensor:
@@ -183,7 +189,9 @@ def _check_plain_head(model: PreTrainedModel) -> None:
     for name, value in neutral.items():
         found = getattr(model.config, name, value)
         if found not in (None, value):
-            raise ValueError(f"{model.config.model_type} models change their logits after the output head ({name} = {found}): not supported")
+            raise ValueError(
+                f"{model.config.model_type} models change their logits after the output head ({name} = {found}): not supported"
+            )
 
 
 def _hidden_states(model: PreTrainedModel, tokens: Tensor) -> Tensor:
@@ -194,34 +202,6 @@ def _hidden_states(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 def apply_value_head(head: nn.Linear, hidden: Tensor) -> Tensor:
     """[b, T], computed in fp32: bf16 has steps of 0.4 % at best."""
     return nn.functional.linear(hidden.float(), head.weight.float()).squeeze(-1)
-
-
-def _log_probs(
-    output_head: nn.Module, hidden: Tensor, labels: Tensor, temperature: float, with_entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    """[b, T] fp32 log-probabilities and entropies, chunk by chunk; in training the chunks are computed again for the gradient."""
-    flat, targets = hidden.flatten(0, 1), labels.flatten()
-    pieces = []
-    for start in range(0, flat.shape[0], _CHUNK_TOKENS):
-        chunk = slice(start, start + _CHUNK_TOKENS)
-        arguments = (output_head, flat[chunk], targets[chunk], temperature, with_entropy)
-        if torch.is_grad_enabled() and flat.shape[0] > _CHUNK_TOKENS:
-            pieces.append(checkpoint(_chunk_log_probs, *arguments, use_reentrant=False))
-        else:
-            pieces.append(_chunk_log_probs(*arguments))
-    both = torch.cat(pieces, dim=1).unflatten(1, labels.shape)
-    return both[0], both[1] if with_entropy else None
-
-
-def _chunk_log_probs(output_head: nn.Module, hidden: Tensor, labels: Tensor, temperature: float, with_entropy: bool) -> Tensor:
-    """[2, tokens] (or [1, tokens] without entropy)."""
-    log_softmax = (output_head(hidden).float() / temperature).log_softmax(-1)
-    log_probs = log_softmax.gather(-1, labels[:, None])[:, 0]
-    if not with_entropy:
-        return log_probs[None]
-    # the entropy -sum p log p; a logit of -inf (p = 0) counts 0, not NaN
-    terms = torch.where(log_softmax.isinf(), 0.0, log_softmax.exp() * log_softmax)
-    return torch.stack([log_probs, -terms.sum(-1)])
 
 
 def _cut(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -246,9 +226,7 @@ def _generate(model: PreTrainedModel, prompts: Sequence[Sequence[int]], sampling
     open_rows = set(range(len(prompts)))
     cache = None
     for _ in range(sampling.max_response_length):
-        output = model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
-        )
+        output = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache, logits = output.past_key_values, output.logits[:, -1].cpu()
         drawn = [0] * len(prompts)
         for row in sorted(open_rows):

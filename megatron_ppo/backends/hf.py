@@ -1,0 +1,98 @@
+"""Generation with the Hugging Face model itself: an inference backend for machines without vLLM, and an oracle for vLLM.
+
+Steps 1 and 2 of an iteration, like ``vllm.py``, with the same meaning of every sampling field, the same log-probabilities and the same
+checks; seeded draws differ, because vLLM draws by another method. Parameters keep their Hugging Face names and full shapes: a
+replica is one rank. Left out: tensor parallelism, continuous batching (all requests of a call are one batch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_ppo import device
+from megatron_ppo.backends.base import InferenceBackend
+from megatron_ppo.backends.inference_checks import check_complete, check_layout, check_requests, forget_weights
+from megatron_ppo.config import Config
+from megatron_ppo.resharding.families import network_shape
+from megatron_ppo.resharding.vllm_layout import hf_layout
+from megatron_ppo.roles.actor_critic import ActorCritic
+from megatron_ppo.types import Completion, Sampling
+
+
+class HFBackend(InferenceBackend):
+    """A replica of one rank. ``seed`` is taken for the interface's sake: every request carries its own.
+
+    With ``load_weights=False`` every parameter is NaN until a sync has written it, and ``generate`` refuses to sample before
+    ``after_weight_update`` has seen that none was left out.
+    """
+
+    def __init__(self, config: Config, *, seed: int, load_weights: bool = False) -> None:
+        size = config.parallel.rollout_tensor_parallel_size
+        if size != 1:
+            raise ValueError(
+                f"rollout_backend = hf holds the whole model on one rank, but rollout_tensor_parallel_size is {size}: "
+                "set it to 1, or use rollout_backend = vllm"
+            )
+        del seed
+        self._max_model_len = config.max_model_len
+        self._has_weights = load_weights
+        dtype = getattr(torch, config.rollout.rollout_dtype)
+        trusted = config.model.trust_remote_code
+        self._actor: ActorCritic | None = ActorCritic.from_folder(config.model.model_path, dtype=dtype, trust_remote_code=trusted)
+        self._actor.to(device.device()).requires_grad_(False)
+        self._layout = hf_layout(network_shape(config.model.model_path))
+        check_layout(self.weights(), self._layout, dtype)
+        if not load_weights:
+            forget_weights(self.weights(), self._layout)
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
+        """As ``VLLMBackend.generate``: same meanings, same errors."""
+        if not self._has_weights:
+            raise RuntimeError("the engine has no weights yet: sync them, or build it with load_weights=True")
+        check_requests(prompts, sampling, seeds, self._max_model_len)
+        return self._live_actor.generate(prompts, sampling, seeds)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Live parameters by Hugging Face name; a tied head appears once, as the embedding."""
+        return {name: parameter.data for name, parameter in self._live_actor.model.named_parameters()}
+
+    def shard_bytes(self) -> int:
+        """Bytes of the whole model; there is no padding here."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.weights().values())
+
+    def load_hf_weights(self, weights: Sequence[tuple[str, Tensor]]) -> None:
+        """Copy all Hugging Face tensors by name; a tied head that is listed too is left out.
+
+        ``ValueError`` for an unknown name or another shape, ``RuntimeError`` with names where a tensor was missing.
+        """
+        forget_weights(self.weights(), self._layout)
+        own = self.weights()
+        aliases = {name for name, _ in self._live_actor.model.named_parameters(remove_duplicate=False)} - own.keys()
+        for name, tensor in weights:
+            if name in aliases:
+                continue
+            if name not in own:
+                raise ValueError(f"the model has no weight called {name!r}")
+            if own[name].shape != tensor.shape:
+                raise ValueError(f"{name} has shape {list(own[name].shape)} in the model, but {list(tensor.shape)} was given")
+            own[name].copy_(tensor)
+        check_complete(self.weights())
+
+    def after_weight_update(self) -> None:
+        """There is no cache between calls. The first call proves that no parameter was left without weights (``RuntimeError``)."""
+        if not self._has_weights:
+            check_complete(self.weights())
+            self._has_weights = True
+
+    def close(self) -> None:
+        """Free the model."""
+        self._actor = None
+
+    @property
+    def _live_actor(self) -> ActorCritic:
+        if self._actor is None:
+            raise RuntimeError("the backend is closed")
+        return self._actor
