@@ -55,20 +55,19 @@ def megatron_layout(
     check_megatron(network, parallel)
     if not 0 <= tp_rank < parallel.tensor_model_parallel_size or not 0 <= pp_rank < parallel.pipeline_model_parallel_size:
         raise ValueError(f"no rank (tp {tp_rank}, pp {pp_rank}) in {parallel}")
-    builder = LayoutBuilder(canonical_tensors(network, head))
+    rank = _Rank(LayoutBuilder(canonical_tensors(network, head)), network, parallel, tp_rank)
     for chunk in range(parallel.num_chunks):
         prefix = "" if parallel.virtual_pipeline_model_parallel_size is None else f"model{chunk}."
         if pp_rank == 0 and chunk == 0:
-            rows = padded_vocab_size(network, parallel) // parallel.tensor_model_parallel_size
-            builder.vocabulary(f"{prefix}embedding.word_embeddings.weight", EMBEDDING, tp_rank, rows)
+            rank.add_vocabulary(f"{prefix}embedding.word_embeddings.weight", EMBEDDING)
         for local, layer in enumerate(chunk_layers(network.num_layers, parallel, pp_rank, chunk)):
             layer_prefix = f"{prefix}decoder.layers.{local}."
-            _add_attention(builder, network, parallel.tensor_model_parallel_size, tp_rank, layer, layer_prefix)
-            _add_mlp(builder, network, parallel.tensor_model_parallel_size, tp_rank, layer, layer_prefix)
-            _add_norms(builder, layer, layer_prefix, transformer_engine_names)
+            rank.add_attention(layer, layer_prefix)
+            rank.add_mlp(layer, layer_prefix)
+            rank.add_norms(layer, layer_prefix, transformer_engine_names)
         if pp_rank == parallel.pipeline_model_parallel_size - 1 and chunk == parallel.num_chunks - 1:
-            _add_heads(builder, network, parallel, tp_rank, prefix, head)
-    return builder.build()
+            rank.add_heads(prefix, head)
+    return rank.builder.build()
 
 
 def check_megatron(network: NetworkShape, parallel: MegatronParallel) -> None:
@@ -94,8 +93,13 @@ def check_megatron(network: NetworkShape, parallel: MegatronParallel) -> None:
         raise ValueError(
             f"{groups} key/value heads and tensor_model_parallel_size {tp}: one must be a multiple of the other; choose another size"
         )
+    qkv_rows = network.query_size + 2 * network.kv_size
+    if qkv_rows % tp:
+        raise ValueError(f"the {qkv_rows} rows of linear_qkv do not divide by tensor_model_parallel_size {tp}; choose another size")
     if network.intermediate_size % tp:
-        raise ValueError(f"intermediate_size {network.intermediate_size} does not divide by tensor_model_parallel_size {tp}")
+        raise ValueError(
+            f"intermediate_size {network.intermediate_size} does not divide by tensor_model_parallel_size {tp}; choose another"
+        )
 
 
 def padded_vocab_size(network: NetworkShape, parallel: MegatronParallel) -> int:
@@ -111,16 +115,52 @@ def chunk_layers(num_layers: int, parallel: MegatronParallel, pp_rank: int, chun
     return range(start, start + size)
 
 
-def _add_attention(builder: LayoutBuilder, network: NetworkShape, tp: int, tp_rank: int, layer: int, prefix: str) -> None:
-    source = f"model.layers.{layer}.self_attn."
-    for kind in ("weight", "bias") if network.has_qkv_bias else ("weight",):
-        pieces = _interleaved_qkv(network, source, kind)
+@dataclass(frozen=True)
+class _Rank:
+    """What the parts of one rank's layout need in common; every method adds parameters to the builder."""
+
+    builder: LayoutBuilder
+    network: NetworkShape
+    parallel: MegatronParallel
+    tp_rank: int
+
+    def add_vocabulary(self, parameter: str, name: str) -> None:
+        rows = padded_vocab_size(self.network, self.parallel) // self.parallel.tensor_model_parallel_size
+        self.builder.vocabulary(parameter, name, self.tp_rank, rows)
+
+    def add_attention(self, layer: int, prefix: str) -> None:
+        network, tp = self.network, self.parallel.tensor_model_parallel_size
+        source = f"model.layers.{layer}.self_attn."
         rows = (network.query_size + 2 * network.kv_size) // tp
-        builder.stack(f"{prefix}self_attention.linear_qkv.{kind}", cut_pieces(pieces, tp_rank * rows, (tp_rank + 1) * rows))
-    builder.split(f"{prefix}self_attention.linear_proj.weight", f"{source}o_proj.weight", 1, tp_rank, tp)
-    if network.has_qk_norm:
-        builder.whole(f"{prefix}self_attention.q_layernorm.weight", f"{source}q_norm.weight")
-        builder.whole(f"{prefix}self_attention.k_layernorm.weight", f"{source}k_norm.weight")
+        for kind in ("weight", "bias") if network.has_qkv_bias else ("weight",):
+            pieces = cut_pieces(_interleaved_qkv(network, source, kind), self.tp_rank * rows, (self.tp_rank + 1) * rows)
+            self.builder.stack(f"{prefix}self_attention.linear_qkv.{kind}", pieces)
+        self.builder.split(f"{prefix}self_attention.linear_proj.weight", f"{source}o_proj.weight", 1, self.tp_rank, tp)
+        if network.has_qk_norm:
+            self.builder.whole(f"{prefix}self_attention.q_layernorm.weight", f"{source}q_norm.weight")
+            self.builder.whole(f"{prefix}self_attention.k_layernorm.weight", f"{source}k_norm.weight")
+
+    def add_mlp(self, layer: int, prefix: str) -> None:
+        source, tp = f"model.layers.{layer}.mlp.", self.parallel.tensor_model_parallel_size
+        rows = self.network.intermediate_size // tp
+        part = (self.tp_rank * rows, (self.tp_rank + 1) * rows)
+        self.builder.stack(f"{prefix}mlp.linear_fc1.weight", [(f"{source}gate_proj.weight", part), (f"{source}up_proj.weight", part)])
+        self.builder.split(f"{prefix}mlp.linear_fc2.weight", f"{source}down_proj.weight", 1, self.tp_rank, tp)
+
+    def add_norms(self, layer: int, prefix: str, fused: bool) -> None:
+        source = f"model.layers.{layer}."
+        before_attention = "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
+        before_mlp = "mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight"
+        self.builder.whole(f"{prefix}{before_attention}", f"{source}input_layernorm.weight")
+        self.builder.whole(f"{prefix}{before_mlp}", f"{source}post_attention_layernorm.weight")
+
+    def add_heads(self, prefix: str, head: Head) -> None:
+        self.builder.whole(f"{prefix}decoder.final_layernorm.weight", FINAL_NORM)
+        uses_embedding_itself = self.network.tied and self.parallel.pipeline_model_parallel_size == 1
+        if head in ("lm", "lm+value") and not uses_embedding_itself:  # a tied model's last stage keeps a copy of the embedding
+            self.add_vocabulary(f"{prefix}output_layer.weight", EMBEDDING if self.network.tied else LM_HEAD)
+        if head != "lm":
+            self.builder.whole(f"{prefix}{VALUE_HEAD}", SCORE_HEAD)
 
 
 def _interleaved_qkv(network: NetworkShape, source: str, kind: str) -> list[Piece]:
@@ -133,29 +173,3 @@ def _interleaved_qkv(network: NetworkShape, source: str, kind: str) -> list[Piec
         pieces.append((f"{source}k_proj.{kind}", (group * size, (group + 1) * size)))
         pieces.append((f"{source}v_proj.{kind}", (group * size, (group + 1) * size)))
     return pieces
-
-
-def _add_mlp(builder: LayoutBuilder, network: NetworkShape, tp: int, tp_rank: int, layer: int, prefix: str) -> None:
-    source = f"model.layers.{layer}.mlp."
-    rows = network.intermediate_size // tp
-    part = (tp_rank * rows, (tp_rank + 1) * rows)
-    builder.stack(f"{prefix}mlp.linear_fc1.weight", [(f"{source}gate_proj.weight", part), (f"{source}up_proj.weight", part)])
-    builder.split(f"{prefix}mlp.linear_fc2.weight", f"{source}down_proj.weight", 1, tp_rank, tp)
-
-
-def _add_norms(builder: LayoutBuilder, layer: int, prefix: str, fused: bool) -> None:
-    source = f"model.layers.{layer}."
-    before_attention = "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
-    before_mlp = "mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight"
-    builder.whole(f"{prefix}{before_attention}", f"{source}input_layernorm.weight")
-    builder.whole(f"{prefix}{before_mlp}", f"{source}post_attention_layernorm.weight")
-
-
-def _add_heads(builder: LayoutBuilder, network: NetworkShape, parallel: MegatronParallel, tp_rank: int, prefix: str, head: Head) -> None:
-    builder.whole(f"{prefix}decoder.final_layernorm.weight", FINAL_NORM)
-    alone = parallel.pipeline_model_parallel_size == 1
-    if head in ("lm", "lm+value") and not (network.tied and alone):  # a tied model's last stage keeps a copy of the embedding
-        rows = padded_vocab_size(network, parallel) // parallel.tensor_model_parallel_size
-        builder.vocabulary(f"{prefix}output_layer.weight", EMBEDDING if network.tied else LM_HEAD, tp_rank, rows)
-    if head != "lm":
-        builder.whole(f"{prefix}{VALUE_HEAD}", SCORE_HEAD)
