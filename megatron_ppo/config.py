@@ -217,7 +217,7 @@ class DataConfig:
     strict_data: bool = True
     """Refuse a file with bad lines. Otherwise bad lines are counted and left out."""
     reward: str | None = None
-    """exact_match, math, length, format, or module:function of your own. None: the reward model alone."""
+    """exact_match, math, token_accuracy, length, format, or module:function of your own. None: the reward model alone."""
     reward_timeout_s: float = 10.0
     """Time limit for the reward of one response."""
     reward_num_workers: int = 1
@@ -234,6 +234,8 @@ class LoggingConfig:
     """Responses of an iteration written to samples.jsonl."""
     verify_weights: bool = False
     """Compare the checksum of every parameter after each weight sync. Version 0 is always compared."""
+    save_hf: bool = False
+    """Write the trained actor to RUN_DIR/hf in Hugging Face format at the end."""
     wandb_mode: Literal["off", "offline", "online"] = "off"
     """Weights & Biases: one run, written by rank 0."""
     wandb_project: str = "megatron_ppo"

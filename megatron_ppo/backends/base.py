@@ -78,6 +78,10 @@ class TrainingBackend(ABC):
         """Forward and backward of all micro-batches, gradient reduction, clipping, one optimizer and schedule step."""
 
     @abstractmethod
+    def data_parallel_sum(self, tensor: Tensor) -> Tensor:
+        """The sum of a CPU tensor over the data-parallel replicas, on every rank; all ranks of a replica pass the same."""
+
+    @abstractmethod
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
         """Slow generation with the actor, without a cache: the oracle for inference backends."""
 
@@ -100,6 +104,10 @@ class InferenceBackend(ABC):
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:
         """This rank's live parameters: the engine's local name -> tensor. Writing into them in place changes what is sampled."""
+
+    @abstractmethod
+    def shard_bytes(self) -> int:
+        """Bytes of this rank's live parameters, rows that only pad the vocabulary left out: read from the engine, not from a layout."""
 
     @abstractmethod
     def load_hf_weights(self, weights: Sequence[tuple[str, Tensor]]) -> None:

@@ -1,0 +1,43 @@
+"""The command line: ``python -m megatron_ppo COMMAND``, under torchrun or srun for ``train``."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {"train": "train a policy; start it on all ranks with torchrun or srun"}
+
+HELP = """usage: python -m megatron_ppo COMMAND [--config FILE] [flags]
+
+commands:
+{commands}
+
+`python -m megatron_ppo COMMAND --help` lists its flags, by section.
+Example, 4 ranks on this machine, of which the last two sample:
+  torchrun --nproc-per-node 4 -m megatron_ppo train --config run.yaml --tensor-model-parallel-size 2 --rollout-world-size 2"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(HELP.format(commands="\n".join(f"  {name:<8} {text}" for name, text in COMMANDS.items())))
+        return 0 if arguments else 2
+    command, *rest = arguments
+    if command not in COMMANDS:
+        near = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else f"; there is: {', '.join(COMMANDS)}"
+        print(f"megatron_ppo: unknown command {command!r}{hint}", file=sys.stderr)
+        return 2
+    from megatron_ppo.config_io import parse_arguments  # after the cheap checks: a typo should not wait for imports
+
+    config = parse_arguments(rest, program=f"megatron_ppo {command}")
+    from megatron_ppo.run import train
+
+    train(config)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""The Controller: in which order things happen. The same program on every rank; it holds neither weights nor big data.
+
+    1 sync       training -> rollout   every weight, shard to shard
+    2 rollout    rollout               responses, function rewards, onto the data bus
+    3 score      training              log-probs of actor and reference, values, reward-model scores
+    4 advantage  training              KL-shaped rewards, GAE, whitening
+    5 update     training              epochs x mini-batches x micro-batches
+    6 log        rank 0                console, files, dashboards
+
+A decision (stop, save) depends only on the configuration, the iteration, or a value agreed by all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_ppo.agreement import all_agree
+from megatron_ppo.bridge import Bridge
+from megatron_ppo.config import Config
+from megatron_ppo.data_bus import DataBus
+from megatron_ppo.experience import make_experience
+from megatron_ppo.metrics import MetricsWriter, Stopwatch, summarise
+from megatron_ppo.ppo import KLController
+from megatron_ppo.prompts import PromptSampler, PromptSet
+from megatron_ppo.rollout_engine import PromptBatch, RemoteRollout, RemoteTraining, RolloutWorker
+from megatron_ppo.tokenizer import Tokenizer
+from megatron_ppo.training_engine import TrainingEngine
+from megatron_ppo.types import TrajectoryBatch
+from megatron_ppo.watchdog import Watchdog
+from megatron_ppo.weight_synchronizer import WeightSynchronizer
+from megatron_ppo.world import World
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What every rank has, whichever mesh it belongs to."""
+
+    config: Config
+    world: World
+    watchdog: Watchdog
+    bus: DataBus
+    control: Bridge | None
+    """Joins rank 0 of both meshes; None on other ranks."""
+    synchronizer: WeightSynchronizer
+    prompts: PromptSet
+    tokenizer: Tokenizer
+    device: torch.device
+
+
+class Stopped(Exception):
+    """All ranks agreed to stop before the last iteration, because the scheduler asked for it."""
+
+
+class Controller:
+    """Runs the loop on one rank. Subclasses are the two sides of the same iteration."""
+
+    def __init__(self, context: RunContext) -> None:
+        self.context = context
+        self._sampler = PromptSampler(
+            len(context.prompts), context.config.rollout.prompts_per_iteration, context.config.training.seed
+        )
+
+    def run(self) -> None:
+        """All iterations.
+
+        Raises:
+            Stopped: the launch was told to stop; everything that was finished is on disk.
+        """
+        for iteration in range(self.context.config.training.train_iters):
+            self._boundary(iteration)
+            self._iterate(iteration)
+
+    def _iterate(self, iteration: int) -> None:
+        raise NotImplementedError
+
+    def _boundary(self, iteration: int) -> None:
+        """Where signals are acted upon, by all ranks alike."""
+        with self.context.watchdog.phase(f"boundary of iteration {iteration}"):
+            (stop,) = all_agree(self.context.control, [self.context.watchdog.preempt_requested], self.context.device)
+        if stop:
+            raise Stopped(f"stopped by a signal before iteration {iteration}")
+
+    def _samples_greedily(self, iteration: int) -> bool:
+        """Whether greedy answers are logged in an iteration: the first, before any update, and the last."""
+        last = self.context.config.training.train_iters - 1
+        return self.context.config.logging.num_logged_samples > 0 and iteration in (0, last)
+
+
+class RolloutController(Controller):
+    """A rollout rank's side of the loop."""
+
+    def __init__(self, context: RunContext, worker: RolloutWorker) -> None:
+        super().__init__(context)
+        self._worker = worker
+        self._training = RemoteTraining(context.world)
+
+    def _iterate(self, iteration: int) -> None:
+        context, config = self.context, self.context.config
+        with context.watchdog.phase(f"weight sync v{self._training.version}"):
+            context.synchronizer.sync(self._training, self._worker)
+        with context.watchdog.phase(f"rollout of iteration {iteration}"):
+            prompts = tuple(context.prompts.prompts[row] for row in self._sampler.rows(iteration))
+            request = context.bus.put(PromptBatch(iteration, prompts), key=f"prompts/{iteration}")
+            self._worker.collect(request)
+            if self._samples_greedily(iteration) and context.world.replica == 0:
+                self._worker.collect_greedy(iteration, prompts[: config.logging.num_logged_samples])
+        self._training.finished_update()
+
+
+class TrainingController(Controller):
+    """A training rank's side of the loop. Global rank 0 also writes the records."""
+
+    def __init__(self, context: RunContext, engine: TrainingEngine, writer: MetricsWriter | None) -> None:
+        super().__init__(context)
+        self._engine = engine
+        self._writer = writer
+        self._rollout = RemoteRollout(context.world)
+        algorithm = context.config.algorithm
+        target = algorithm.kl_target if algorithm.kl_controller == "adaptive" else None
+        self._kl = KLController(algorithm.kl_coef, target, algorithm.kl_horizon)
+
+    def _iterate(self, iteration: int) -> None:
+        context, engine, watch = self.context, self._engine, Stopwatch()
+        with context.watchdog.phase(f"weight sync v{engine.version}"):
+            context.synchronizer.sync(engine, self._rollout)
+        watch.lap("sync")
+        with context.watchdog.phase(f"rollout of iteration {iteration}"):
+            batch = engine.fetch(self._rollout.collect(iteration))
+        watch.lap("rollout")
+        with context.watchdog.phase(f"score of iteration {iteration}"):
+            log_probs, ref_log_probs = engine.compute_log_probs(batch), engine.compute_ref_log_probs(batch)
+            values, scores = engine.compute_values(batch), engine.compute_scores(batch)
+            experience, metrics = make_experience(
+                batch, log_probs, values, ref_log_probs, scores, context.config.algorithm, self._kl.kl_coef
+            )
+            handle = context.bus.put(experience)
+        watch.lap("score")
+        with context.watchdog.phase(f"update of iteration {iteration}"):
+            metrics |= engine.update_policy(handle, context.config.algorithm)
+            context.bus.delete(handle)
+        metrics["kl_coef"] = self._kl.kl_coef
+        self._kl.update(metrics["kl/per_response"], batch.num_rows)
+        watch.lap("update")
+        with context.watchdog.phase(f"log of iteration {iteration}"):
+            self._log(iteration, batch, metrics, watch)
+
+    def _log(self, iteration: int, batch: TrajectoryBatch, metrics: dict[str, float], watch: Stopwatch) -> None:
+        if self._writer is None:
+            return
+        greedy = self._fetch_greedy(iteration)
+        scalars = metrics | {f"time/{phase}_s": seconds for phase, seconds in watch.seconds.items()}
+        observed = summarise(batch.metrics)
+        scalars |= {name: value for name, value in observed.items() if name not in scalars}
+        scalars["time/iteration_s"] = watch.total
+        scalars["tokens_per_s"] = float(batch.response_lengths.sum()) / watch.total
+        self._writer.log(iteration, scalars)
+        shown = min(self.context.config.logging.num_logged_samples, batch.num_rows)
+        rows = torch.arange(shown) * (batch.num_rows // max(shown, 1))
+        self._writer.log_samples(self._describe(batch.select(rows), iteration, greedy=False))
+        if greedy is not None:
+            self._writer.log_samples(self._describe(greedy, iteration, greedy=True))
+
+    def _fetch_greedy(self, iteration: int) -> TrajectoryBatch | None:
+        if not self._samples_greedily(iteration):
+            return None
+        greedy = self.context.bus.get(self._rollout.collect_greedy(iteration))
+        assert isinstance(greedy, TrajectoryBatch)
+        return greedy
+
+    def _describe(self, batch: TrajectoryBatch, iteration: int, *, greedy: bool) -> list[dict[str, object]]:
+        """Rows of samples.jsonl."""
+        decode = self.context.tokenizer.decode
+        rows = []
+        for row in range(batch.num_rows):
+            start = int(batch.prompt_lengths[row])
+            stop = start + int(batch.response_lengths[row])
+            rows.append(
+                {
+                    "iteration": iteration,
+                    "greedy": greedy,
+                    "prompt_id": int(batch.prompt_ids[row]),
+                    "sample_index": int(batch.sample_indices[row]),
+                    "prompt": decode(batch.tokens[row, :start].tolist(), skip_special_tokens=False),
+                    "response": decode(batch.tokens[row, start:stop].tolist(), skip_special_tokens=False),
+                    "reward": float(batch.scores[row]),
+                    "num_tokens": stop - start,
+                    "truncated": bool(batch.truncated[row]),
+                }
+            )
+        return rows

@@ -1,0 +1,224 @@
+"""Metrics of the run: console, metrics.jsonl, samples.jsonl, Weights & Biases, TensorBoard.
+
+Step 6 of the iteration. Written by global rank 0 only, after all reductions; the numbers that reach this file are those of the whole launch.
+The local files are the record; what happens to W&B or TensorBoard never stops a run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from rich.console import Console
+from rich.markup import escape
+
+from megatron_ppo.config import Config
+
+PHASES = ("sync", "rollout", "score", "update")
+"""The phases of an iteration whose seconds are logged as ``time/{phase}_s``."""
+
+_MEAN: Callable[[Sequence[float]], float] = lambda values: sum(values) / len(values)  # noqa: E731
+REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
+    "reward/timeouts": sum,
+    "reward/errors": sum,
+    "refit/received_bytes": sum,
+    "refit/shard_bytes": sum,
+    "time/rollout_s": max,
+    "time/reward_s": max,
+}
+"""How the observations of several replicas become one number; the mean where a name is not listed."""
+
+
+def summarise(observations: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """One number a name from all replicas' observations (``REDUCTIONS``). A name nobody observed is left out."""
+    return {name: float(REDUCTIONS.get(name, _MEAN)(values)) for name, values in observations.items() if len(values) > 0}
+
+
+def finite_or_none(value: object) -> object:
+    """JSON has no NaN or Infinity: such numbers are written as null, everywhere in nested lists and mappings."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: finite_or_none(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_or_none(inner) for inner in value]
+    return value
+
+
+class Sink(Protocol):
+    """Somewhere outside the run folder's own records that scalars go."""
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write the scalars of one iteration."""
+
+    def close(self) -> None:
+        """Flush and end."""
+
+
+class MetricsWriter:
+    """The run's records. ``log`` is called once an iteration, with strictly increasing iterations."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._folder = Path(config.logging.run_dir)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._metrics_file = self._open("metrics.jsonl")
+        self._samples_file = self._open("samples.jsonl")
+        self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._sinks = _open_sinks(config, self._folder)
+        self._last_iteration = -1
+        self._seconds: list[float] = []
+
+    def log(self, iteration: int, scalars: Mapping[str, float]) -> None:
+        """Record one iteration everywhere.
+
+        Raises:
+            ValueError: the iteration is not after the last one: a step would be recorded twice or out of order.
+        """
+        if iteration <= self._last_iteration:
+            raise ValueError(f"metrics of iteration {iteration} come after those of iteration {self._last_iteration}")
+        self._last_iteration = iteration
+        self._write(self._metrics_file, {"iteration": iteration, **scalars})
+        self._console.print(self._line(iteration, scalars))
+        for sink in list(self._sinks):
+            try:
+                sink.log(iteration, scalars)
+            except Exception as error:  # the record on disk is complete; a broken dashboard must not end the run
+                self._sinks.remove(sink)
+                warn(f"{type(sink).__name__} failed and is off from iteration {iteration} on: {error}")
+
+    def log_samples(self, samples: Sequence[Mapping[str, object]]) -> None:
+        """Append prompts with responses and rewards to samples.jsonl."""
+        for sample in samples:
+            self._write(self._samples_file, sample)
+
+    def close(self) -> None:
+        """Flush everything."""
+        self._metrics_file.close()
+        self._samples_file.close()
+        for sink in self._sinks:
+            try:
+                sink.close()
+            except Exception as error:  # as in log
+                warn(f"{type(sink).__name__} could not be closed: {error}")
+
+    def _open(self, name: str) -> IO[str]:
+        return (self._folder / name).open("w", encoding="utf-8")
+
+    def _write(self, file: IO[str], record: Mapping[str, object]) -> None:
+        file.write(json.dumps(finite_or_none(record), allow_nan=False, ensure_ascii=False) + "\n")
+        file.flush()
+
+    def _line(self, iteration: int, scalars: Mapping[str, float]) -> str:
+        """One line on the console: what is learned, how fast, where the time goes, how long it takes still."""
+        total = self._config.training.train_iters
+        seconds = scalars.get("time/iteration_s", math.nan)
+        self._seconds = [*self._seconds[-19:], seconds]
+        left = sorted(self._seconds)[len(self._seconds) // 2] * (total - iteration - 1)
+        split = " ".join(f"{phase} {scalars.get(f'time/{phase}_s', math.nan):.2f}" for phase in PHASES)
+        width = len(str(total))
+        return (
+            f"[bold]iteration {iteration + 1:>{width}}/{total}[/]  reward [bold green]{scalars.get('reward/mean', math.nan):.3f}[/]  "
+            f"kl {scalars.get('kl/mean', math.nan):.4f}  entropy {scalars.get('entropy/mean', math.nan):.2f}  "
+            f"{seconds:.2f} s " + escape(f"[{split}]") + f"  {scalars.get('tokens_per_s', math.nan):.0f} tokens/s  "
+            f"[dim]{_clock(left)} left[/]"
+        )
+
+
+def _clock(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def warn(text: str) -> None:
+    """A warning that a person can act on."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+class WandbSink:
+    """One Weights & Biases run."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        import wandb  # an optional extra
+
+        if config.logging.wandb_mode == "online" and not os.environ.get("WANDB_API_KEY") and wandb.api.api_key is None:
+            raise RuntimeError("wandb_mode = online needs a key: run `wandb login`, or set WANDB_API_KEY, or use offline")
+        self._run = wandb.init(
+            project=config.logging.wandb_project,
+            name=folder.name,
+            dir=str(folder),
+            mode=config.logging.wandb_mode,
+            config=dataclasses.asdict(config),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Scalars of one iteration."""
+        self._run.log({**scalars, "iteration": step}, step=step)
+
+    def close(self) -> None:
+        """End the run."""
+        self._run.finish()
+
+
+class TensorboardSink:
+    """TensorBoard events in ``RUN_DIR/tensorboard``."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # needs the optional extra
+
+        self._writer: Any = SummaryWriter(log_dir=str(folder / "tensorboard"))
+        self._writer.add_text("config", f"```\n{dataclasses.asdict(config)}\n```")
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Scalars of one iteration."""
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush."""
+        self._writer.close()
+
+
+def _open_sinks(config: Config, folder: Path) -> list[Sink]:
+    wanted: list[tuple[str, Callable[[Config, Path], Sink]]] = []
+    if config.logging.wandb_mode != "off":
+        wanted.append(("wandb", WandbSink))
+    if config.logging.tensorboard:
+        wanted.append(("tensorboard", TensorboardSink))
+    sinks: list[Sink] = []
+    for name, make in wanted:
+        try:
+            sinks.append(make(config, folder))
+        except Exception as error:  # missing package, no key, no network: said once, and training goes on
+            warn(f"{name} is off: {type(error).__name__}: {error}")
+    return sinks
+
+
+class Stopwatch:
+    """Seconds of the phases of one iteration on this rank."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._started = time.monotonic()
+
+    def lap(self, phase: str) -> None:
+        """Book the time since the last lap (or the start) on ``phase``."""
+        now = time.monotonic()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._started
+        self._started = now
+
+    @property
+    def total(self) -> float:
+        """Seconds of all laps."""
+        return sum(self.seconds.values())

@@ -1,0 +1,152 @@
+"""WeightSynchronizer: after each update, every weight goes from its training shard straight into its rollout shard.
+
+Step 1 of the iteration. Both meshes run the same ``sync``: a training rank asks the engine for its weights and sends, a rollout rank gives
+the workers the handle and they receive into the live parameters of the inference engine. The plan (who sends what to whom) is
+built by every rank from the configuration alone, and its digest is compared over the control bridge before the first byte.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_ppo.config import Config
+from megatron_ppo.data_bus import DataBus, DataHandle
+from megatron_ppo.device import has_transformer_engine
+from megatron_ppo.resharding.checksum import compare_checksums, destination_checksums, source_checksums
+from megatron_ppo.resharding.executor import ReshardExecutor, TransferStats
+from megatron_ppo.resharding.families import Head, network_shape
+from megatron_ppo.resharding.megatron_layout import MegatronParallel, megatron_layout
+from megatron_ppo.resharding.plan import ReshardPlan, build_plan
+from megatron_ppo.resharding.vllm_layout import hf_layout, vllm_layout
+from megatron_ppo.world import World
+
+
+class WeightSource(Protocol):
+    """The training engine, or a reference to the one on the other mesh."""
+
+    version: int
+    """Number of finished updates."""
+
+    def get_weights(self) -> DataHandle:
+        """A handle of the current weights; does not block."""
+
+
+class WeightDestination(Protocol):
+    """The rollout workers, or a reference to those on the other mesh."""
+
+    def set_weights(self, handle: DataHandle) -> TransferStats:
+        """Take over the weights of the handle; the engine is unusable until that has succeeded."""
+
+    def live_weights(self) -> dict[str, Tensor]:
+        """The engine's live parameters by local name."""
+
+
+@dataclass(frozen=True)
+class SyncStats:
+    """What one sync moved on this rank."""
+
+    version: int
+    bytes_sent: int
+    bytes_received: int
+    seconds: float
+
+
+class WeightSynchronizer:
+    """Runs syncs; every rank of the launch has one."""
+
+    def __init__(self, world: World, bus: DataBus, executor: ReshardExecutor, *, verify_always: bool) -> None:
+        self._world = world
+        self._bus = bus
+        self._executor = executor
+        self._verify_always = verify_always
+
+    def sync(self, source: WeightSource, destinations: WeightDestination) -> SyncStats:
+        """Bring every rollout worker to the source's weights. Blocking and complete: returns when this rank's part is done.
+
+        Version 0, and every version with ``verify_always``, is proved: each rollout rank compares the checksum of every parameter, read
+        from its live weights, with the checksum that the sender took of its own.
+
+        Raises:
+            RuntimeError: a checksum differs; the message names what differs, and where.
+        """
+        started = time.monotonic()
+        handle, version = source.get_weights(), source.version
+        if self._world.is_training:
+            weights = self._bus.get(handle)
+            assert isinstance(weights, dict)
+            stats = self._executor.send(weights)
+        else:
+            stats = destinations.set_weights(handle)
+        if version == 0 or self._verify_always:
+            self._prove(version, weights if self._world.is_training else destinations.live_weights())
+        return SyncStats(version, stats.bytes_sent, stats.bytes_received, time.monotonic() - started)
+
+    def _prove(self, version: int, weights: dict[str, Tensor]) -> None:
+        """Compare checksums through the launch's store: a few numbers a block."""
+        rank, store, plan = self._world.global_rank, self._world.store, self._executor.plan
+        if self._world.is_training:
+            sums = source_checksums(plan, rank, weights, self._executor.transfer_dtype)
+            store.set(_checksum_key(version, rank), json.dumps(sums))
+            return
+        sources = {group.source for group in plan.groups_of(rank)}
+        sent = {source: json.loads(store.get(_checksum_key(version, source))) for source in sorted(sources)}
+        differences = compare_checksums(plan, sent, {rank: destination_checksums(plan, rank, weights)})
+        if differences:
+            shown = "\n  ".join(differences[:20])
+            raise RuntimeError(
+                f"{len(differences)} blocks of weights v{version} on {self._world.describe(rank)} are not those that were sent "
+                f"(of {sum(len(group.transfers) for group in plan.groups_of(rank))}):\n  {shown}"
+            )
+
+
+def _checksum_key(version: int, rank: int) -> str:
+    return f"checksums/{rank}/v{version}"
+
+
+def refit_plan(config: Config, world_size: int) -> ReshardPlan:
+    """Who sends which part of which weight to whom, from the configuration alone: every rank builds the same plan."""
+    network = network_shape(Path(config.model.model_path))
+    p, num_training = config.parallel, world_size - config.parallel.rollout_world_size
+    sizes = MegatronParallel(
+        tensor_model_parallel_size=p.tensor_model_parallel_size,
+        pipeline_model_parallel_size=p.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=p.virtual_pipeline_model_parallel_size,
+        make_vocab_size_divisible_by=config.model.make_vocab_size_divisible_by,
+    )
+    head: Head = "lm+value" if config.model.critic == "shared" else "lm"
+    stage_size = num_training // p.pipeline_model_parallel_size  # megatron's order of ranks: TP fastest, then CP, DP, PP
+    shards = {
+        (tp, pp): megatron_layout(
+            network, sizes, tp_rank=tp, pp_rank=pp, head=head, transformer_engine_names=uses_transformer_engine(config)
+        )
+        for tp in range(p.tensor_model_parallel_size)
+        for pp in range(p.pipeline_model_parallel_size)
+    }
+    sources = {rank: shards[rank % p.tensor_model_parallel_size, rank // stage_size] for rank in range(num_training)}
+    if config.rollout.rollout_backend == "hf":
+        layouts = [hf_layout(network)]
+    else:
+        layouts = [
+            vllm_layout(network, tensor_parallel_size=p.rollout_tensor_parallel_size, tp_rank=tp)
+            for tp in range(p.rollout_tensor_parallel_size)
+        ]
+    destinations = {rank: layouts[(rank - num_training) % len(layouts)] for rank in range(num_training, world_size)}
+    return build_plan(sources, destinations, bytes_per_element=transfer_dtype(config).itemsize)
+
+
+def transfer_dtype(config: Config) -> torch.dtype:
+    """The dtype of the weights on the wire: the rollout engine's."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.rollout.rollout_dtype]
+
+
+def uses_transformer_engine(config: Config) -> bool:
+    """Whether the trainer's parameters have the names of the Transformer Engine spec."""
+    wanted = config.model.transformer_impl
+    return has_transformer_engine() if wanted == "auto" else wanted == "transformer_engine"
