@@ -29,7 +29,7 @@ from megatron_ppo.backends.megatron_optimizer import MegatronOptimizer
 from megatron_ppo.backends.megatron_schedule import collect_outputs, reduce_metrics, run_schedule
 from megatron_ppo.backends.megatron_setup import configure_schedule, initialize_megatron
 from megatron_ppo.config import Config
-from megatron_ppo.resharding.families import NetworkShape, network_shape, read_json
+from megatron_ppo.resharding.families import NetworkShape, network_shape
 from megatron_ppo.resharding.hf_checkpoint import load_hf_weights
 from megatron_ppo.resharding.layout import RankLayout
 from megatron_ppo.resharding.megatron_layout import MegatronParallel, megatron_layout
@@ -117,7 +117,7 @@ class MegatronBackend(TrainingBackend):
             # Every rank of a context-parallel group sees the whole rows: one of them counts.
             return loss, num_tokens if first_of_context else torch.zeros_like(num_tokens), metrics
 
-        metrics = run_schedule(network.chunks, micro_batches, _Pass(network.head, temperature), finish, forward_only=False)
+        metrics = run_schedule(network.chunks, micro_batches, _Pass(temperature), finish, forward_only=False)
         outcome = network.optimizer.step(counted.num_tokens)
         return StepResult(metrics=reduce_metrics(metrics), grad_norm=outcome.grad_norm, lr=outcome.lr, skipped=outcome.skipped)
 
@@ -129,10 +129,12 @@ class MegatronBackend(TrainingBackend):
         return total.cpu()
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
+        from megatron_ppo.roles.megatron_generate import generate
+
         network = self._network("actor")
         network.train(False)
         with torch.no_grad():
-            return network.roles[0].generate(prompts, sampling, seeds)
+            return generate(network.roles, prompts, sampling, seeds)
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -187,10 +189,12 @@ class MegatronBackend(TrainingBackend):
     def _build_roles(self, folder: Path, head: Head) -> Iterator[Any]:
         """The chunks of this rank, in pipeline order; one without virtual stages."""
         from megatron.core import parallel_state
+        from transformers import AutoConfig
+
         from megatron_ppo.roles.megatron_actor_critic import MegatronActorCritic
 
         virtual = self._config.parallel.virtual_pipeline_model_parallel_size
-        hf_config = read_json(folder / "config.json")
+        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=self._config.model.trust_remote_code)
         for index in range(virtual or 1):
             stage = None if virtual is None else index
             part = MegatronActorCritic(
@@ -244,11 +248,10 @@ class MegatronBackend(TrainingBackend):
         # The interleaved schedule wants a multiple of the stages: repeat the last micro-batch and forget what it gives.
         missing = -len(micro_batches) % self.micro_batch_multiple
         scheduled = [*micro_batches, *([micro_batches[-1]] * missing)]
+        keep = _keep_scores if network.head == "score" else _keep_outputs
         network.train(False)
         with torch.no_grad():
-            outputs = run_schedule(
-                network.chunks, scheduled, _Pass(network.head, temperature, with_entropy=True), _keep_output, forward_only=True
-            )
+            outputs = run_schedule(network.chunks, scheduled, _Pass(temperature), keep, forward_only=True)
         shapes = [
             {name: batch.tokens.shape[:1] if name == "scores" else batch.tokens.shape for name in OUTPUTS[network.head]}
             for batch in micro_batches
@@ -292,24 +295,21 @@ class _TokenCount:
 class _Pass:
     """The forward pass of one chunk: hidden states, or on the last stage what the head gives."""
 
-    head: Head
     temperature: float
-    with_entropy: bool = True
 
-    def __call__(self, chunk: Any, batch: MicroBatch) -> Any:
-        role = getattr(chunk, "module", chunk)
-        if self.head == "score":
-            return role.compute_scores(batch)
-        if self.head == "value":
-            output = role.compute_values(batch)
-            return RoleOutput(values=output) if role.post_process else output
-        return role.forward(batch, temperature=self.temperature, with_entropy=self.with_entropy)
+    def __call__(self, chunk: Any, batch: MicroBatch) -> RoleOutput | Tensor:
+        return chunk(batch, temperature=self.temperature, with_entropy=True)
 
 
-def _keep_output(output: RoleOutput | Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def _keep_outputs(output: RoleOutput, batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     nothing = torch.zeros((), device=batch.tokens.device)
-    named = {"scores": output} if isinstance(output, Tensor) else {k: v for k, v in vars(output).items() if v is not None}
-    return nothing, nothing.int(), named
+    return nothing, nothing.int(), {name: tensor for name, tensor in vars(output).items() if tensor is not None}
+
+
+def _keep_scores(output: RoleOutput, batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """A score is the scalar head's value at the last real token of the row."""
+    nothing, none, named = _keep_outputs(output, batch)
+    return nothing, none, {"scores": named["values"].gather(1, batch.lengths[:, None] - 1).squeeze(1)}
 
 
 def named_parameters(roles: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:

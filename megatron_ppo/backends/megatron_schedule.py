@@ -41,7 +41,8 @@ def run_schedule(
     local = [to_device(batch) for batch in micro_batches]
     b, length = max(x.tokens.shape[0] for x in local), max(x.tokens.shape[1] for x in local)
     # The interleaved schedule passes tensors of one shape (see megatron_setup.configure_schedule).
-    network_inputs = [pad_micro_batch(batch, b, length) for batch in local] if len(chunks) > 1 else local
+    padded = [pad_micro_batch(batch, b, length) for batch in local] if len(chunks) > 1 else local
+    network_inputs = [context_part(batch) for batch in padded]
 
     def forward_step(indices: Any, chunk: Any) -> tuple[Any, Callable[[Any], tuple[Tensor, Tensor, Any]]]:
         index = next(indices)
@@ -83,6 +84,23 @@ def to_device(batch: MicroBatch) -> MicroBatch:
     where = device.device()
     moved = {field.name: tensor.to(where) for field in dataclasses.fields(batch) if (tensor := getattr(batch, field.name)) is not None}
     return dataclasses.replace(batch, **moved)
+
+
+def context_part(batch: MicroBatch) -> MicroBatch:
+    """This context-parallel rank's zig-zag chunks of each row: what a role's forward pass takes. Labels are shifted already."""
+    from megatron.core import parallel_state
+
+    from megatron_ppo.roles.megatron_spec import context_parallel_part
+
+    size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    if size == 1:
+        return batch
+    parts = {
+        field.name: context_parallel_part(tensor, 1, rank, size)
+        for field in dataclasses.fields(batch)
+        if (tensor := getattr(batch, field.name)) is not None and tensor.dim() == 2
+    }
+    return dataclasses.replace(batch, **parts)
 
 
 def gather_context(output: RoleOutput) -> RoleOutput:
@@ -180,6 +198,4 @@ def _finish_cropped(finish: Finish, batch: MicroBatch, output: Any) -> tuple[Ten
         output = gather_context(output)
         cropped = {f.name: tensor[:rows, :length] for f in dataclasses.fields(output) if (tensor := getattr(output, f.name)) is not None}
         output = dataclasses.replace(output, **cropped)
-    elif isinstance(output, Tensor):
-        output = output[:rows]
     return finish(output, batch)

@@ -16,9 +16,7 @@ from megatron_ppo.types import MicroBatch
 
 
 def test_b100_linear_decay_counts_optimizer_steps_and_ends_at_min_lr() -> None:
-    config = Config().replace(
-        prompts_per_iteration=16, samples_per_prompt=4, global_batch_size=16, ppo_epochs=2, train_iters=10
-    )
+    config = Config().replace(prompts_per_iteration=16, samples_per_prompt=4, global_batch_size=16, ppo_epochs=2, train_iters=10)
     assert config.num_optimizer_steps == 80
     settings = OptimizerConfig(lr_decay_style="linear", lr_warmup_steps=8)
     rates = [learning_rate(n, 1e-3, settings, config.num_optimizer_steps) for n in range(82)]

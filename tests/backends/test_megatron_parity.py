@@ -1,0 +1,272 @@
+"""However the Megatron backend spreads a role over ranks, it computes and learns the same as one process.
+
+One launch a world size proves all its cases. Tolerances in fp32: 1e-5 for outputs, gradient norms and the weights after SGD steps.
+Adam divides by the root of the squared gradient, so that a gradient near 0 whose last bits differ moves its weight by up to 2 * lr: 1e-4
+there, at lr 1e-3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from megatron_parity_support import Case, run_cases
+from spawn import run_ranks
+from toy_models import make_toy
+
+Results = dict[str, dict[str, Any]]
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders of toy models: the families, a tied one, and one with a score head."""
+    root = tmp_path_factory.mktemp("models")
+    paths = {family: make_toy(root / family, family, num_layers=4) for family in ("llama", "qwen2", "qwen3")}
+    paths["tied"] = make_toy(root / "tied", "llama", tied=True, num_layers=4)
+    paths["score"] = make_toy(root / "score", "llama", num_layers=4, score_head=True, seed=3)
+    return {name: str(path) for name, path in paths.items()}
+
+
+def fields(models: Mapping[str, str], model: str = "llama", **changes: object) -> dict[str, object]:
+    """SGD, so that weights can be compared closely; no critic; a vocabulary of 130 rows padded as little as possible."""
+    start: dict[str, object] = {
+        "model_path": models[model],
+        "critic": "none",
+        "optimizer": "sgd",
+        "use_distributed_optimizer": False,
+        "lr": 0.05,
+        "critic_lr": 0.05,
+        "make_vocab_size_divisible_by": 4,
+    }
+    return start | changes
+
+
+def adam(models: Mapping[str, str], **changes: object) -> dict[str, object]:
+    """Adam at a rate at which two steps change the weights visibly."""
+    return fields(models, **({"optimizer": "adam", "lr": 1e-3, "critic_lr": 1e-3, "use_distributed_optimizer": True} | changes))
+
+
+@pytest.fixture(scope="module")
+def single(models: dict[str, str]) -> Results:
+    """What one process gives: the truth of this file."""
+    cases = {
+        **{family: Case(fields(models, family)) for family in FAMILIES},
+        "tied": Case(fields(models, "tied")),
+        "one by one": Case(fields(models), micro_batch_size=1),
+        "two by two": Case(fields(models), micro_batch_size=2),
+        "all at once": Case(fields(models), micro_batch_size=8),
+        "dummies": Case(fields(models), micro_batch_size=2, num_dummies=(3,)),
+        "six tokens": Case(fields(models), rows=B60_ROWS, micro_batch_size=1),
+        "shared": Case(fields(models, critic="shared")),
+        "all roles": Case(all_roles(models), roles=("actor", "critic")),
+        "adam": Case(adam(models)),
+        "adam, not sharded": Case(adam(models, use_distributed_optimizer=False)),
+        "bf16": Case(adam(models, params_dtype="bfloat16")),
+        "no clipping": Case(fields(models, clip_grad=0.0)),
+        "no tokens": Case(adam(models), poison="no_tokens", num_steps=3),
+        "nan": Case(adam(models), poison="nan", num_steps=3),
+    }
+    return run_ranks(run_cases, 1, cases, timeout_s=200)[0]
+
+
+B60_ROWS = (1, 3)
+"""Rows of 5 response tokens and of 1."""
+
+
+def all_roles(models: Mapping[str, str], **changes: object) -> dict[str, object]:
+    """Actor, separate critic, reference and reward model at once."""
+    more = {"critic": "separate", "critic_path": models["score"], "kl_coef": 0.1, "reward_model_path": models["score"]}
+    return fields(models, **(more | changes))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(models: dict[str, str]) -> list[Results]:
+    """Every topology of two ranks, in one launch."""
+    pp2 = {"pipeline_model_parallel_size": 2}
+    cases = {
+        "tp2": Case(fields(models, "qwen2", tensor_model_parallel_size=2)),
+        "tp2 sequence parallel": Case(fields(models, "qwen3", tensor_model_parallel_size=2, sequence_parallel=True)),
+        "pp2": Case(fields(models, **pp2), micro_batch_size=3),
+        "vpp2": Case(fields(models, virtual_pipeline_model_parallel_size=2, **pp2), micro_batch_size=2),
+        "tied pp2": Case(fields(models, "tied", **pp2), micro_batch_size=3),
+        "dp2": Case(fields(models), micro_batch_size=3),
+        "dp2 six tokens": Case(fields(models), rows_by_replica=((1,), (3,)), micro_batch_size=1),
+        "dp2 uneven": Case(fields(models), rows_by_replica=((0, 1, 2, 3, 4, 5), (6, 7)), micro_batch_size=2, num_dummies=(0, 2)),
+        "dp2 adam": Case(adam(models, overlap_grad_reduce=True), micro_batch_size=2),
+        "pp2 shared": Case(fields(models, critic="shared", **pp2), micro_batch_size=2),
+        "pp2 all roles": Case(all_roles(models, **pp2), roles=("actor", "critic"), micro_batch_size=2),
+        "dp2 nan": Case(adam(models), poison="nan", num_steps=3),
+        "cp2": Case(fields(models, context_parallel_size=2)),
+    }
+    return run_ranks(run_cases, 2, cases, timeout_s=300)
+
+
+@pytest.mark.parametrize("split", ["one by one", "two by two", "all at once", "dummies"])
+def test_b60_b66_the_split_into_micro_batches_changes_nothing(single: Results, split: str) -> None:
+    """B60, B66: 8x1, 4x2, 1x8 and 4x2 with dummies learn what 2x4 learns."""
+    assert_same(single[split], single["llama"])
+
+
+TWO_RANKS = {
+    "tp2": "qwen2",
+    "tp2 sequence parallel": "qwen3",
+    "pp2": "llama",
+    "vpp2": "llama",
+    "tied pp2": "tied",
+    "dp2": "llama",
+    "dp2 six tokens": "six tokens",
+    "dp2 uneven": "llama",
+    "pp2 shared": "shared",
+    "pp2 all roles": "all roles",
+    "cp2": "llama",
+}
+"""Case of two ranks -> what one process does."""
+
+
+@pytest.mark.parametrize("case", list(TWO_RANKS))
+def test_b09_b60_b66_two_ranks_equal_one(single: Results, two_ranks: list[Results], case: str) -> None:
+    """B09 tied over PP; B60 replicas with 5 tokens and with 1; B66 replicas with 3 and with 1 real micro-batches."""
+    for results in two_ranks:
+        assert_same(results[case], single[TWO_RANKS[case]])
+
+
+def test_steps_move_the_weights_far_more_than_the_tolerance(single: Results) -> None:
+    moved = difference(single["llama"]["before"], single["llama"]["after"])
+    assert moved > 1e-2, f"the outputs moved by {moved} only: the comparisons of this file would prove little"
+
+
+def test_adam_with_and_without_the_distributed_optimizer(single: Results, two_ranks: list[Results]) -> None:
+    assert_same(single["adam, not sharded"], single["adam"], weights=1e-6, outputs=1e-5)
+    for results in two_ranks:
+        assert_same(results["dp2 adam"], single["adam"], weights=1e-4, outputs=1e-3)
+
+
+def test_bf16_runs_and_stays_near(single: Results) -> None:
+    near, exact = single["bf16"], single["adam"]
+    assert difference(near["before"], exact["before"]) < 0.1
+    for (report, changed), (truth, _) in zip(near["steps"]["actor"], exact["steps"]["actor"], strict=True):
+        assert changed and report.grad_norm == pytest.approx(truth.grad_norm, rel=0.05)
+    assert difference(near["weights"]["actor"], exact["weights"]["actor"]) < 1e-2
+
+
+def test_gradient_norm_is_reported_without_clipping_too(single: Results) -> None:
+    clipped, free = (single[name]["steps"]["actor"][0][0] for name in ("llama", "no clipping"))
+    assert free.grad_norm == pytest.approx(clipped.grad_norm, rel=1e-6) and clipped.grad_norm > 1.0
+    assert difference(single["llama"]["weights"]["actor"], single["no clipping"]["weights"]["actor"]) > 1e-3
+
+
+@pytest.mark.parametrize("case", ["no tokens", "nan"])
+def test_a_step_without_tokens_or_with_nan_changes_nothing(single: Results, case: str) -> None:
+    assert_second_of_three_skipped(single[case])
+
+
+def test_all_replicas_skip_where_one_alone_sees_a_nan(two_ranks: list[Results]) -> None:
+    for results in two_ranks:
+        assert_second_of_three_skipped(results["dp2 nan"])
+
+
+def test_b63_reference_equals_the_actor_at_first_and_never_moves(single: Results, two_ranks: list[Results]) -> None:
+    """B63: same numbers before the first step (ratio exactly 1), own storage after it."""
+    for results in (single["all roles"], *(rank["pp2 all roles"] for rank in two_ranks)):
+        before, after = results["before"], results["after"]
+        assert torch.equal(before["actor.log_probs"], before["reference.log_probs"])
+        assert torch.equal(after["reference.log_probs"], before["reference.log_probs"])
+        assert torch.equal(after["scores"], before["scores"])
+        assert difference({"x": after["actor.log_probs"]}, {"x": before["actor.log_probs"]}) > 1e-3
+        assert difference({"x": after["critic.values"]}, {"x": before["critic.values"]}) > 1e-3
+
+
+@pytest.fixture(scope="module")
+def four_ranks(models: dict[str, str]) -> list[Results]:
+    """TP x PP, DP x TP, DP x PP, deeper pipelines, in one launch."""
+    tp2, pp2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+    both = {**tp2, **pp2, "sequence_parallel": True}
+    cases = {
+        **{f"tp2 pp2 {family}": Case(fields(models, family, **tp2, **pp2), micro_batch_size=2) for family in FAMILIES},
+        "tp2 pp2 sequence parallel": Case(fields(models, "qwen3", **both), micro_batch_size=3),
+        "tp2 pp2 tied": Case(fields(models, "tied", **both), micro_batch_size=2),
+        "tp2 vpp2": Case(fields(models, virtual_pipeline_model_parallel_size=2, **both), micro_batch_size=1),
+        "tp4": Case(fields(models, "qwen2", tensor_model_parallel_size=4)),
+        "pp4": Case(fields(models, "qwen2", pipeline_model_parallel_size=4), micro_batch_size=1),
+        "pp4 tied": Case(fields(models, "tied", pipeline_model_parallel_size=4), micro_batch_size=3),
+        "dp2 pp2": Case(fields(models, **pp2), micro_batch_size=2),
+        "dp2 tp2": Case(fields(models, **tp2, sequence_parallel=True), micro_batch_size=2),
+        "dp2 pp2 all roles": Case(all_roles(models, **pp2), roles=("actor", "critic"), micro_batch_size=2),
+        "dp2 pp2 uneven": Case(
+            fields(models, "tied", **pp2), rows_by_replica=((0, 1, 2, 3, 4, 5), (6, 7)), micro_batch_size=2, num_dummies=(0, 2)
+        ),
+        "dp2 tp2 adam": Case(adam(models, **tp2), micro_batch_size=2),
+        "dp2 pp2 adam": Case(adam(models, **pp2, overlap_grad_reduce=True), micro_batch_size=2),
+        "cp2 tp2": Case(fields(models, context_parallel_size=2, **tp2, sequence_parallel=True)),
+        "cp2 pp2": Case(all_roles(models, context_parallel_size=2, **pp2), roles=("actor", "critic"), micro_batch_size=2),
+        "cp2 dp2": Case(fields(models, context_parallel_size=2)),
+        "dp2 pp2 bf16": Case(adam(models, params_dtype="bfloat16", **pp2), micro_batch_size=2),
+    }
+    return run_ranks(run_cases, 4, cases, timeout_s=550)
+
+
+FOUR_RANKS = {
+    **{f"tp2 pp2 {family}": family for family in FAMILIES},
+    "tp2 pp2 sequence parallel": "qwen3",
+    "tp2 pp2 tied": "tied",
+    "tp2 vpp2": "llama",
+    "tp4": "qwen2",
+    "pp4": "qwen2",
+    "pp4 tied": "tied",
+    "dp2 pp2": "llama",
+    "dp2 tp2": "llama",
+    "dp2 pp2 all roles": "all roles",
+    "dp2 pp2 uneven": "tied",
+    "cp2 tp2": "llama",
+    "cp2 pp2": "all roles",
+    "cp2 dp2": "llama",
+}
+"""Case of four ranks -> what one process does."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list(FOUR_RANKS))
+def test_four_ranks_equal_one(single: Results, four_ranks: list[Results], case: str) -> None:
+    for results in four_ranks:
+        assert_same(results[case], single[FOUR_RANKS[case]])
+
+
+@pytest.mark.slow
+def test_adam_and_bf16_on_four_ranks_stay_near_one(single: Results, four_ranks: list[Results]) -> None:
+    for results in four_ranks:
+        assert_same(results["dp2 tp2 adam"], single["adam"], weights=1e-3, outputs=1e-2)
+        assert_same(results["dp2 pp2 adam"], single["adam"], weights=1e-4, outputs=1e-3)
+        assert difference(results["dp2 pp2 bf16"]["before"], single["bf16"]["before"]) < 0.05
+
+
+# -- comparisons ------------------------------------------------------------------------------------------------------
+
+
+def assert_same(got: dict[str, Any], truth: dict[str, Any], *, weights: float = 1e-5, outputs: float = 1e-5) -> None:
+    """Outputs before and after, what the steps reported, and the weights."""
+    assert difference(got["before"], truth["before"]) < 1e-5
+    assert set(got["steps"]) == set(truth["steps"])
+    for role, steps in got["steps"].items():
+        for (report, changed), (expected, expected_change) in zip(steps, truth["steps"][role], strict=True):
+            assert changed == expected_change and report.skipped == expected.skipped and report.lr == expected.lr
+            assert report.grad_norm == pytest.approx(expected.grad_norm, rel=max(1e-5, weights))
+            assert report.metrics == pytest.approx(dict(expected.metrics), rel=1e-4, abs=1e-5)
+        if got["weights"][role] is not None:
+            assert difference(got["weights"][role], truth["weights"][role]) < weights
+    assert difference(got["after"], truth["after"]) < outputs
+
+
+def assert_second_of_three_skipped(result: dict[str, Any]) -> None:
+    """The first and last step changed weights, the second did not and the learning-rate counter did not count it."""
+    steps = result["steps"]["actor"]
+    assert [report.skipped for report, _ in steps] == [False, True, False]
+    assert [changed for _, changed in steps] == [True, False, True]
+
+
+def difference(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
+    """Largest absolute difference; the names must be the same."""
+    assert set(one) == set(other)
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
