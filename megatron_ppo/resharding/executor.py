@@ -45,8 +45,8 @@ class Work(Protocol):
 class GroupBridge(Protocol):
     """What the executor needs of ``bridge.Bridge``: one process group over a plan's group."""
 
-    def broadcast(self, tensor: Tensor, source_global_rank: int, async_op: bool = False) -> Work | None:
-        """Fill ``tensor`` on every member with the source's."""
+    def broadcast(self, tensor: Tensor, source: int, async_op: bool = False) -> Work | None:
+        """Fill ``tensor`` on every member with that of global rank ``source``."""
 
 
 MakeGroup = Callable[[str, Sequence[int]], GroupBridge]
