@@ -123,7 +123,7 @@ class VLLMBackend(InferenceBackend):
         return {name: parameter.data for name, parameter in self._model.named_parameters()}
 
     def shard_bytes(self) -> int:
-        """Bytes of this rank's live parameters without vocabulary padding; vLLM's embedding modules know how many of their rows are real."""
+        """Bytes of this rank's live parameters without vocabulary padding, of which vLLM's embedding modules know."""
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
         sizes = {id(p): p.numel() * p.element_size() for p in self._model.parameters()}

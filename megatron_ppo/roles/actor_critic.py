@@ -121,7 +121,7 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> tupl
         log_probs = logits.double().log_softmax(-1)
         token = int(log_probs.argmax())
         return token, float(log_probs[token])
-    scaled = _cut(logits.double() / sampling.temperature, sampling)
+    scaled = cut_logits(logits.double() / sampling.temperature, sampling)
     log_probs = scaled.log_softmax(-1)
     cumulated = log_probs.exp().cumsum(-1)
     uniform = torch.rand((), dtype=torch.float64, generator=generator) * cumulated[-1]
@@ -204,8 +204,8 @@ def apply_value_head(head: nn.Linear, hidden: Tensor) -> Tensor:
     return nn.functional.linear(hidden.float(), head.weight.float()).squeeze(-1)
 
 
-def _cut(logits: Tensor, sampling: Sampling) -> Tensor:
-    """``logits`` [V] with -inf outside top_k, then outside top_p."""
+def cut_logits(logits: Tensor, sampling: Sampling) -> Tensor:
+    """``logits`` [V], divided by the temperature already, with -inf outside top_k, then outside top_p."""
     if 0 < sampling.top_k < logits.shape[0]:
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)
     if sampling.top_p < 1:
