@@ -15,7 +15,7 @@ Left out: rewards, advantages, the loop, files of a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,10 +27,11 @@ from megatron_ppo import device
 from megatron_ppo.backends.base import LossFunction, LossMetrics, RoleName, StepResult, TrainingBackend
 from megatron_ppo.backends.megatron_optimizer import MegatronOptimizer
 from megatron_ppo.backends.megatron_schedule import collect_outputs, reduce_metrics, run_schedule
-from megatron_ppo.backends.megatron_setup import configure_schedule, initialize_megatron
+from megatron_ppo.backends.megatron_setup import RankCoordinates, configure_schedule, initialize_megatron, rank_coordinates
 from megatron_ppo.config import Config
-from megatron_ppo.resharding.families import NetworkShape, network_shape
-from megatron_ppo.resharding.hf_checkpoint import load_hf_weights
+from megatron_ppo.resharding.families import NetworkShape, canonical_tensors, network_shape
+from megatron_ppo.resharding.gather import gather_canonical
+from megatron_ppo.resharding.hf_checkpoint import load_hf_weights, write_hf_checkpoint
 from megatron_ppo.resharding.layout import RankLayout
 from megatron_ppo.resharding.megatron_layout import MegatronParallel, megatron_layout
 from megatron_ppo.types import Completion, MicroBatch, RoleOutput, Sampling
@@ -148,10 +149,33 @@ class MegatronBackend(TrainingBackend):
     def layout(self, role: RoleName = "actor") -> RankLayout:
         """How this rank's parameters of ``role`` lie in the canonical model. Pure data, not collective."""
         network = self._network(role)
-        return self._layout(network_shape(network.folder), network.head)
+        return self._layout(network_shape(network.folder), network.head, self.coordinates)
 
     def export_hf(self, folder: Path, role: Literal["actor", "critic"] = "actor") -> None:
-        raise NotImplementedError
+        """Write the role in Hugging Face format, from rank 0. Collective over the training mesh.
+
+        A shared network is written as a language model for the actor, and as a one-label classifier on the same trunk for the critic.
+        """
+        network = self._network("actor" if role == "critic" and self._config.model.critic == "shared" else role)
+        head: Head = "lm" if role == "actor" else "value"
+        shape, rank, world_size = network_shape(network.folder), torch.distributed.get_rank(), torch.distributed.get_world_size()
+        layouts = {
+            other: self._layout(shape, network.head, rank_coordinates(other, world_size, self._config.parallel))
+            for other in range(world_size)
+        }
+        names = [tensor.name for tensor in canonical_tensors(shape, head)]
+        stream = gather_canonical(layouts, dict(named_parameters(network.roles)), to=0, names=names)
+        fault: list[str | None] = [None]
+        if rank == 0:
+            try:
+                write_hf_checkpoint(folder, network.folder, _received(stream), head=head)
+            except (ValueError, OSError) as error:
+                fault[0] = str(error)
+        for _ in stream:  # the other ranks send; rank 0, after a fault, lets them come to their end
+            pass
+        torch.distributed.broadcast_object_list(fault, src=0)
+        if fault[0] is not None:
+            raise ValueError(f"export of the {role} to {folder} failed: {fault[0]}")
 
     # -- networks -----------------------------------------------------------------------------------------------------
 
@@ -175,7 +199,7 @@ class MegatronBackend(TrainingBackend):
     def _build(self, folder: Path, head: Head, *, peak_lr: float | None) -> Network:
         """Build one network and load its weights; ``peak_lr`` None: frozen."""
         shape = network_shape(folder)
-        layout = self._layout(shape, head)  # first: it refuses sizes that do not fit, with their equation
+        layout = self._layout(shape, head, self.coordinates)  # first: it refuses sizes that do not fit, with their equation
         roles = list(self._build_roles(folder, head))
         load_hf_weights(folder, layout, dict(named_parameters(roles)), head=head)
         if peak_lr is None:
@@ -208,7 +232,7 @@ class MegatronBackend(TrainingBackend):
             configure_schedule(part.config, self._config.parallel)
             yield part
 
-    def _layout(self, shape: NetworkShape, head: Head) -> RankLayout:
+    def _layout(self, shape: NetworkShape, head: Head, place: RankCoordinates) -> RankLayout:
         parallel = self._config.parallel
         sizes = MegatronParallel(
             tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -216,7 +240,7 @@ class MegatronBackend(TrainingBackend):
             virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
             make_vocab_size_divisible_by=self._config.model.make_vocab_size_divisible_by,
         )
-        return megatron_layout(shape, sizes, tp_rank=self.coordinates.tp, pp_rank=self.coordinates.pp, head=head)
+        return megatron_layout(shape, sizes, tp_rank=place.tp, pp_rank=place.pp, head=head)
 
     def _wrap(self, roles: Sequence[Any]) -> list[Any]:
         """Put the gradient buffers of megatron-core's DistributedDataParallel around each chunk."""
@@ -310,6 +334,12 @@ def _keep_scores(output: RoleOutput, batch: MicroBatch) -> tuple[Tensor, Tensor,
     """A score is the scalar head's value at the last real token of the row."""
     nothing, none, named = _keep_outputs(output, batch)
     return nothing, none, {"scores": named["values"].gather(1, batch.lengths[:, None] - 1).squeeze(1)}
+
+
+def _received(stream: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in stream:
+        assert tensor is not None, f"rank 0 asked for {name} and got nothing"
+        yield name, tensor
 
 
 def named_parameters(roles: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
