@@ -167,15 +167,14 @@ def _architecture(hf_config: Any) -> dict[str, Any]:
         # Off whatever the Hugging Face config says: see the module's docstring.
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        # Losses are sums over tokens, divided by the tokens of the global mini-batch.
-        "calculate_per_token_loss": True,
     }
 
 
 def _parallelism(config: Config) -> dict[str, Any]:
+    """What shapes the network; what only pipeline schedules read is set by ``backends/megatron_setup.configure_schedule``."""
     parallel = config.parallel
     dtype = getattr(torch, config.model.params_dtype)
-    settings: dict[str, Any] = {
+    return {
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_model_parallel_size,
@@ -184,13 +183,7 @@ def _parallelism(config: Config) -> dict[str, Any]:
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "pipeline_dtype": dtype,
-        # Micro-batches are cut by tokens, so that their shapes differ.
-        "variable_seq_lengths": parallel.pipeline_model_parallel_size > 1,
     }
-    if parallel.virtual_pipeline_model_parallel_size is not None:
-        # The only combination that neither mixes up messages nor sends freed memory on gloo (megatron-core 0.16.1).
-        settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False, "deallocate_pipeline_outputs": False}
-    return settings
 
 
 def _computation(config: Config) -> dict[str, Any]:
