@@ -1,0 +1,152 @@
+"""One launch, two meshes: environments, set-up under delays, and that neither mesh sees the other's collectives."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch_config import two_by_two
+from spawn import run_ranks
+
+from megatron_ppo.bridge import Bridge
+from megatron_ppo.world import all_heads, close_world, init_world, read_launch, straddling_replica
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "12", "LOCAL_RANK": "1", "MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
+SRUN = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "12",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "MASTER_ADDR": "node7",
+    "MASTER_PORT": "29500",
+}
+
+
+# -- the environment --------------------------------------------------------------------------------------------------
+
+
+def test_b98_torchrun_and_srun_name_the_same_place() -> None:
+    """B98: both launchers' variables give the same rank, size and device."""
+    by_torchrun, by_srun = read_launch(TORCHRUN | {"GROUP_RANK": "1"}), read_launch(SRUN)
+    assert by_torchrun == by_srun
+    assert (by_srun.global_rank, by_srun.world_size, by_srun.local_rank, by_srun.node) == (5, 12, 1, "1")
+
+
+def test_b98_conflicting_launchers_are_refused() -> None:
+    """B98: two launchers that disagree are an error; two that agree are not, nor torchrun agents that srun started."""
+    with pytest.raises(ValueError, match=r"RANK=5 and SLURM_PROCID=0"):
+        read_launch(TORCHRUN | SRUN | {"SLURM_PROCID": "0"})
+    assert read_launch(TORCHRUN | SRUN).global_rank == 5
+    agents = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "TORCHELASTIC_RUN_ID": "x"}
+    assert read_launch(TORCHRUN | agents).global_rank == 5
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
+def test_b98_a_missing_variable_is_named(name: str) -> None:
+    """B98."""
+    with pytest.raises(ValueError, match=name):
+        read_launch({key: value for key, value in TORCHRUN.items() if key != name})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"RANK": "12"}, "RANK=12 must be below WORLD_SIZE=12"),
+        ({"RANK": "-1"}, "RANK=-1 must be at least 0"),
+        ({"WORLD_SIZE": "many"}, "WORLD_SIZE='many' is not a whole number"),
+        ({"MASTER_PORT": "70000"}, "between 1 and 65535"),
+    ],
+)
+def test_impossible_values_are_refused(changes: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        read_launch(TORCHRUN | changes)
+
+
+def test_no_launcher_is_a_clear_error() -> None:
+    with pytest.raises(ValueError, match="torchrun or srun"):
+        read_launch({"MASTER_ADDR": "a", "MASTER_PORT": "1"})
+
+
+def test_run_and_attempt_come_from_the_launcher() -> None:
+    elastic = read_launch(TORCHRUN | {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "3"})
+    assert (elastic.run_id, elastic.attempt) == ("job", "3")
+    slurm = read_launch(SRUN | {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "2", "SLURM_RESTART_COUNT": "1"})
+    assert (slurm.run_id, slurm.attempt) == ("77.2", "1")
+
+
+def test_a_replica_may_not_straddle_nodes() -> None:
+    """The message names the replica and its global ranks; a layout that fits gives none."""
+    nodes = ["0"] * 6 + ["1"] * 6
+    assert straddling_replica(nodes, range(4, 12), 2) is None
+    fault = straddling_replica(nodes, range(4, 12), 4)
+    assert fault is not None
+    assert "replica 0 (global ranks 4-7" in fault
+    assert "rank 6 on node 1" in fault
+
+
+# -- whole launches ---------------------------------------------------------------------------------------------------
+
+
+def set_up_many_times(rank: int, world_size: int, folder: str, repeats: int) -> dict[str, Any]:
+    """Each repeat is an attempt of its own against one store, as after a restart."""
+    config = two_by_two(folder)
+    delays = random.Random(100 + rank)
+    seconds, lists = [], []
+    for attempt in range(repeats):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+        time.sleep(delays.uniform(0, 0.2))
+        start = time.monotonic()
+        world = init_world(config)
+        bridges = [Bridge("control", [0, 2], world)] if rank in (0, 2) else []
+        bridges.append(Bridge("all", range(4), world))
+        weights = [Bridge(f"weights{source}", [source, 2, 3], world) for source in (0, 1) if rank in (source, 2, 3)]
+        seconds.append(time.monotonic() - start)
+        mesh_ranks = [0, 0]
+        dist.all_gather_object(mesh_ranks, world.global_rank)
+        lists.append((list(world.training_ranks), list(world.rollout_ranks)))
+        groups = {world.mesh: mesh_ranks} | {bridge.name: list(bridge.ranks) for bridge in bridges + weights}
+        merged: dict[str, list[int]] = {}
+        for known in bridges[-1].all_gather_objects(groups):
+            for name, members in known.items():
+                assert merged.setdefault(name, members) == members
+        assert sorted(merged) == ["all", "control", "rollout", "training", "weights0", "weights1"]
+        if attempt == 0:
+            lists[0] += (in_mesh_only(world.mesh, bridges[-1]), all_heads(world, world.rank == 0), int(os.environ["RANK"]))
+        for bridge in bridges + weights:
+            bridge.close()
+        close_world(world)
+    assert os.environ["RANK"] == str(rank)
+    return {"seconds": seconds, "lists": lists, "mesh": world.mesh, "rank": world.rank}
+
+
+def in_mesh_only(mesh: str, everyone: Bridge) -> float:
+    """B96: one mesh runs collectives on its default group while the other waits at a bridge; then the other way round."""
+    total = torch.ones(1)
+    for turn in ("training", "rollout"):
+        if mesh == turn:
+            for _ in range(3):
+                dist.all_reduce(total)
+        everyone.barrier()
+    return float(total)
+
+
+def test_b94_b96_meshes_come_up_under_random_delays(tmp_path: Path) -> None:
+    """B94: 20 set-ups with random delays, each < 20 s, groups alike on all ranks. B96: a mesh's collectives are its own."""
+    two_by_two(str(tmp_path))
+    results = run_ranks(set_up_many_times, 4, str(tmp_path), 20, timeout_s=100)
+    assert max(second for result in results for second in result["seconds"]) < 20
+    assert [(result["mesh"], result["rank"]) for result in results] == [
+        ("training", 0),
+        ("training", 1),
+        ("rollout", 0),
+        ("rollout", 1),
+    ]
+    for rank, result in enumerate(results):
+        assert result["lists"][0] == ([0, 1], [2, 3], 8.0, ([0], [2]), rank % 2)
+        assert all(lists == ([0, 1], [2, 3]) for lists in result["lists"][1:])
