@@ -39,7 +39,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 
-from megatron_ppo.rewards import Reward, RewardInput, as_score, resolve_reward
+from megatron_ppo.rewards import Reward, RewardInput, RewardTimeout, as_score, resolve_reward
 
 logger = logging.getLogger(__name__)
 
@@ -257,9 +257,11 @@ def _local_reward(spec: str) -> Reward | None:
 
 
 def _evaluate(reward: Reward, sample: RewardInput) -> dict[str, float | str]:
-    """{"score": ...} or {"error": ...}; never raises for what the reward does."""
+    """{"score": ...}, {"error": ...} or {"timeout": ...}; never raises for what the reward does."""
     try:
         return {"score": as_score(reward.function(sample))}
+    except RewardTimeout as error:
+        return {"timeout": str(error)}
     except Exception:
         return {"error": traceback.format_exc(limit=-8)}
 
@@ -268,6 +270,8 @@ def _take_reply(batch: _Batch, index: int, reply: dict[str, float | str]) -> Non
     batch.num_done += 1
     if "error" in reply:
         batch.errors.append(str(reply["error"]))
+    elif "timeout" in reply:
+        batch.num_timeouts += 1
     else:
         batch.scores[index] = float(reply["score"])
 

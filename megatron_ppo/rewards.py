@@ -19,13 +19,15 @@ Left out: reward models (the training mesh computes those) and KL penalties (``e
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import logging
 import math
 import re
+import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -37,7 +39,8 @@ LENGTH_SCALE = 100
 _MATH_MEMORY_BYTES = 2**30
 _MAX_EXPRESSION = 400
 _MAX_DIGITS = 50
-_MATH_TIMEOUT_S = 1
+_MAX_DEPTH = 10
+_MATH_CPU_LIMIT_S = 1.5
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,10 @@ class RewardInput:
 
 
 RewardFunction = Callable[[RewardInput], float]
+
+
+class RewardTimeout(Exception):
+    """A reward function may raise this to give a response up; it scores and counts like one that the pool had to stop."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +157,7 @@ def resolve_reward(spec: str) -> Reward:
     source, separator, name = spec.rpartition(":")
     if not separator or not source or not name:
         raise ValueError(
-            f"data.reward: {spec!r} is neither a built-in reward ({', '.join(BUILT_IN)}) nor module:function "
-            "nor path/to/file.py:function"
+            f"data.reward: {spec!r} is neither a built-in reward ({', '.join(BUILT_IN)}) nor module:function nor path/to/file.py:function"
         )
     try:
         module = _load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
@@ -179,7 +185,7 @@ _BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d)\.)?", re.ASCII)
 _FRACTION = re.compile(r"([+-]?)\\[dt]?frac\s*\{\s*([^{}]+)\}\s*\{\s*([^{}]+)\}")
 _BOLD = re.compile(r"(?<![\w*])\*\*([^*\n]+)\*\*(?![\w*])")
-_NUMBER_THEN_WORDS = re.compile(r"(\S*\d\S*)\s+[^\W\d_]")
+_TAG = re.compile(r"</?(?:think|answer)>")
 _OUTER = " \t\r\n.,;:!?'\"$%\u20ac\u00a3\\"
 
 
@@ -194,14 +200,15 @@ def extract_marked(text: str) -> str | None:
     if hashes < 0:
         return None
     line = text[hashes + 4 :].lstrip().partition("\n")[0].strip()
-    number_first = _NUMBER_THEN_WORDS.match(line)  # "42 apples", "42 because ..."
-    if number_first is not None and parse_number(number_first[1]) is not None:
-        return number_first[1]
+    words = line.split(maxsplit=2)
+    if len(words) > 1 and words[1][0].isalpha() and parse_number(words[0]) is not None:
+        return words[0]  # "42 apples", "42 because ..."
     return line
 
 
 def extract_answer(response: str) -> str | None:
-    """The final answer of a response (see ``math_reward``); None where there is none."""
+    """The final answer of a response (see ``math_reward``); None where there is none. Think and answer tags are no part of it."""
+    response = _TAG.sub(" ", response)
     marked = extract_marked(response)
     return marked if marked is not None else _last_number(response)
 
@@ -283,11 +290,12 @@ def _parse_decimal(text: str) -> Fraction | None:
 
 
 def _is_costly(text: str) -> bool:
-    """Whether an expression could take long or much memory: long, long numbers, large or nested powers, large factorials
+    """Whether an expression could take long or much memory: long, long numbers, deep brackets, large or nested powers, large factorials
     and binomials."""
     compact = re.sub(r"\\left|\\right|\s", "", text)
     return (
         len(text) > _MAX_EXPRESSION
+        or _depth(text) > _MAX_DEPTH
         or "**" in compact
         or "__" in compact
         or re.search(rf"\d{{{_MAX_DIGITS},}}", compact) is not None
@@ -299,17 +307,55 @@ def _is_costly(text: str) -> bool:
     )
 
 
+def _depth(text: str) -> int:
+    """Deepest nesting of brackets; the grammar's time grows steeply with it."""
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    return deepest
+
+
 def _same_expression(reference: str, prediction: str) -> bool:
-    """math-verify on LaTeX only: its parser of plain expressions would hand the text to Python's own evaluator."""
+    """math-verify on LaTeX only: its parser of plain expressions would hand the text to Python's own evaluator.
+
+    Its time limits are off: they count wall-clock seconds and answer "different", so that on a busy machine a right answer would
+    silently score 0. Here processor time counts, and running out of it is a ``RewardTimeout``.
+    """
     from math_verify import LatexExtractionConfig, parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would print every expression that it gives up
     latex = [LatexExtractionConfig()]
-    gold, target = (
-        parse(f"${text.strip().strip('$')}$", latex, fallback_mode="no_fallback", parsing_timeout=_MATH_TIMEOUT_S)
-        for text in (reference, prediction)
-    )
-    return bool(gold) and bool(target) and verify(gold, target, timeout_seconds=_MATH_TIMEOUT_S)
+    with _cpu_limit(_MATH_CPU_LIMIT_S):
+        gold, target = (
+            parse(f"${text.strip().strip('$')}$", latex, fallback_mode="no_fallback", parsing_timeout=None)
+            for text in (reference, prediction)
+        )
+        return bool(gold) and bool(target) and verify(gold, target, timeout_seconds=None)
+
+
+class _OutOfTime(BaseException):
+    """Not an ``Exception``, which the libraries underneath would catch and take for an unreadable expression."""
+
+
+@contextlib.contextmanager
+def _cpu_limit(seconds: float) -> Iterator[None]:
+    """``RewardTimeout`` after ``seconds`` of this process's own processor time. Main thread only, as signals are."""
+
+    def stop(_signal: int, _frame: object) -> None:
+        raise _OutOfTime
+
+    previous = signal.signal(signal.SIGVTALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+    except _OutOfTime:
+        raise RewardTimeout(f"no decision within {seconds} s of processor time") from None
+    finally:
+        signal.signal(signal.SIGVTALRM, previous)
 
 
 def _load_file(path: Path) -> ModuleType:

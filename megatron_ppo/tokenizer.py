@@ -116,9 +116,7 @@ class HuggingFaceTokenizer(Tokenizer):
         refuse_remote_code(folder, trust_remote_code)
         from transformers import AutoTokenizer  # costs seconds; a sentencepiece run does without
 
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(
-            str(folder), trust_remote_code=trust_remote_code, local_files_only=True
-        )
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
         self._known = frozenset(self._tokenizer.get_vocab().values())
         if not self._known:
             raise ValueError(f"the tokenizer {folder} has an empty vocabulary")
@@ -176,9 +174,7 @@ class SentencePieceTokenizer(Tokenizer):
         eos = self._processor.eos_id()
         self.eos_token_ids = frozenset({eos} if eos >= 0 else ())
         self.chat_template = chat_template
-        self._control = {
-            self._processor.id_to_piece(i): i for i in range(self.vocab_size) if self._processor.is_control(i)
-        }
+        self._control = {self._processor.id_to_piece(i): i for i in range(self.vocab_size) if self._processor.is_control(i)}
 
     @property
     def has_chat_template(self) -> bool:
@@ -238,9 +234,7 @@ def load_tokenizer(config: Config) -> Tokenizer:
     if path.is_file() and path.suffix == ".model":
         return SentencePieceTokenizer(path, chat_template=template)
     if not path.is_dir():
-        raise ValueError(
-            f"there is no tokenizer at {str(path)!r}: set model.tokenizer_path to a folder or to a sentencepiece .model file"
-        )
+        raise ValueError(f"there is no tokenizer at {str(path)!r}: set model.tokenizer_path to a folder or to a sentencepiece .model file")
     model_files = sorted(path.glob("*.model"))
     fast = (path / "tokenizer.json").is_file()
     if fast or (path / "tokenizer_config.json").is_file():
@@ -299,9 +293,7 @@ def check_vocabulary(tokenizer: Tokenizer, prompts: Iterable[Prompt], vocab_size
     for prompt in prompts:
         largest = max(prompt.token_ids, default=0)
         if largest >= vocab_size:
-            raise ValueError(
-                f"prompt {prompt.prompt_id} has token id {largest}, but the model's vocab_size is {vocab_size}: {remedy}"
-            )
+            raise ValueError(f"prompt {prompt.prompt_id} has token id {largest}, but the model's vocab_size is {vocab_size}: {remedy}")
     beyond = sorted(i for i in tokenizer.eos_token_ids if i >= vocab_size)
     if beyond:
         raise ValueError(f"end-of-sequence ids {beyond} cannot be sampled: the model's vocab_size is {vocab_size}: {remedy}")
