@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 
 import pyarrow as pa
@@ -191,7 +192,7 @@ def test_b43_expansion_is_prompt_major() -> None:
 def test_b43_shards_are_contiguous_and_even(num_items: int, num_replicas: int) -> None:
     items = list(range(num_items))
     parts = [shard(items, num_replicas, replica) for replica in range(num_replicas)]
-    assert sum(parts, []) == items
+    assert list(chain.from_iterable(parts)) == items
     sizes = [len(part) for part in parts]
     assert max(sizes) - min(sizes) <= 1
 
@@ -202,16 +203,16 @@ def test_shard_of_no_replica() -> None:
 
 
 def test_b84_resumed_sequence_is_the_straight_one() -> None:
-    """64 ids, batch 8: each id once an epoch; a sampler that starts at iteration 3 goes on as if never stopped, on any number of replicas."""
+    """64 ids, batch 8: each id once an epoch; one that starts at iteration 3 goes on as if never stopped, on any number of replicas."""
     straight = PromptSampler(64, 8, 1)
     sequence = [straight.rows(iteration) for iteration in range(16)]
     for epoch in (sequence[:8], sequence[8:]):
-        assert sorted(sum(epoch, [])) == list(range(64))
+        assert sorted(chain.from_iterable(epoch)) == list(range(64))
     assert sequence[:8] != sequence[8:]
     resumed = PromptSampler(64, 8, 1)
     assert [resumed.rows(iteration) for iteration in range(3, 16)] == sequence[3:]
     for num_replicas in (1, 2, 3):
-        assert [sum((shard(rows, num_replicas, r) for r in range(num_replicas)), []) for rows in sequence] == sequence
+        assert [list(chain.from_iterable(shard(rows, num_replicas, r) for r in range(num_replicas))) for rows in sequence] == sequence
     assert PromptSampler(64, 8, 2).rows(0) != sequence[0]
     assert sorted(sequence[0]) != sequence[0]
 
@@ -226,7 +227,7 @@ def test_b84_epochs_that_do_not_divide(data: st.DataObject) -> None:
     num_iterations = 4 * num_prompts // size + 3
     sequence = [sampler.rows(iteration) for iteration in range(num_iterations)]
     assert all(len(set(rows)) == size for rows in sequence)
-    flat = sum(sequence, [])
+    flat = list(chain.from_iterable(sequence))
     for start in range(0, len(flat) - num_prompts + 1, num_prompts):
         assert sorted(flat[start : start + num_prompts]) == list(range(num_prompts))
     iteration = data.draw(st.integers(0, num_iterations - 1))

@@ -243,7 +243,7 @@ def test_spec_of_a_reward(tmp_path: Path) -> None:
 def test_bad_specs_fail_when_the_pool_is_made(spec: str, fact: str) -> None:
     before = descendants()
     for make in (resolve_reward, lambda spec: RewardPool(spec, 1, 1.0)):
-        with pytest.raises(ValueError, match="data.reward: ") as raised:
+        with pytest.raises(ValueError, match=r"data\.reward: ") as raised:
             make(spec)
         assert fact in str(raised.value)
     assert descendants() == before
@@ -252,7 +252,7 @@ def test_bad_specs_fail_when_the_pool_is_made(spec: str, fact: str) -> None:
 def test_import_that_raises_or_exits(tmp_path: Path) -> None:
     for text, kind in (("1/0", ValueError), ("raise SystemExit(4)", RuntimeError)):
         (tmp_path / "bad.py").write_text(text)
-        with pytest.raises(kind, match="ZeroDivisionError|code 4"):
+        with pytest.raises(kind, match=r"ZeroDivisionError|code 4"):
             RewardPool(f"{tmp_path}/bad.py:f", 1, 1.0)
 
 
