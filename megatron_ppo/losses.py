@@ -24,7 +24,7 @@ def aggregate(x: Tensor, mask: Tensor, how: str) -> tuple[Tensor, Tensor]:
     """(sum, count) of token-wise ``x`` [b, T] (0 where masked): the mean in the sense of ``loss_aggregation`` is sum / count.
 
     token_mean counts tokens. sequence_mean and sequence_sum count the responses that have a token, and add up each one's
-    token mean or sum; for these two a row must be whole, so a context-parallel rank may not pass its part of the sequence.
+    token mean or sum; for these two a row must be whole, so a context-parallel rank joins its parts first.
     """
     if how == "token_mean":
         return x.sum(), mask.sum()
