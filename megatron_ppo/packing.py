@@ -168,7 +168,7 @@ def make_micro_batch(
 
 
 def scatter_back(outputs: Sequence[Tensor], micro_batches: Sequence[MicroBatch], num_rows: int, length: int) -> Tensor:
-    """Token-wise outputs ([b, T] each, like their micro-batch) as one [num_rows, length] float32 CPU tensor, aligned with tokens.
+    """Token-wise outputs ([b, T] each, as its micro-batch) as one [num_rows, length] float32 CPU tensor, aligned with tokens.
 
     0 outside the responses and in rows that no micro-batch holds, so that ranks' results may be added to make the whole.
     Dummies are dropped.
