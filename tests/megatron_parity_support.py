@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from megatron_ppo.backends.base import LossMetrics
 from megatron_ppo.config import Config
-from megatron_ppo.types import MicroBatch, RoleOutput
+from megatron_ppo.types import MicroBatch, RoleOutput, Sampling
 
 ROWS, LENGTH, VOCAB = 8, 16, 130
 PROMPT_LENGTHS = (3, 4, 2, 5, 3, 6, 2, 4)
@@ -38,7 +39,10 @@ class Case:
     poison: Literal["none", "no_tokens", "nan"] = "none"
     """Makes the second step one that must be skipped."""
     roles: tuple[Literal["actor", "critic"], ...] = ("actor",)
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    export: str | None = None
+    """Folder into which the roles are exported after the steps, one folder a role."""
+    generate: bool = False
+    """Also sample greedily from the actor after the steps."""
 
 
 def fixed_rows(rows: Sequence[int]) -> MicroBatch:
@@ -143,6 +147,11 @@ def run_case(case: Case) -> dict[str, Any]:
             result["steps"][role] = _steps(backend, role, batches, case)
         result["after"] = _outputs(backend, probe, case)
         result["weights"] = {role: gather_canonical(backend, role) for role in case.roles}
+        if case.export is not None:
+            result["export fault"] = _export(backend, Path(case.export))
+        if case.generate:
+            sampling = Sampling(max_response_length=5, greedy=True)
+            result["generated"] = [c.token_ids for c in backend.generate([[5, 6, 7], [8, 9], [10]], sampling, seeds=[1, 2, 3])]
         return result
     finally:
         destroy_megatron()
@@ -171,6 +180,17 @@ def gather_canonical(backend: Any, role: str) -> dict[str, Tensor] | None:
         target.copy_(tensor)
     assert not any(tensor.isnan().any() for tensor in whole.values())
     return whole
+
+
+def _export(backend: Any, folder: Path) -> str:
+    """Export actor and critic; a second export into the same folder must fail on every rank: the message it fails with."""
+    backend.export_hf(folder / "actor")
+    backend.export_hf(folder / "critic", role="critic")
+    try:
+        backend.export_hf(folder / "actor")
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _steps(backend: Any, role: Literal["actor", "critic"], batches: list[MicroBatch], case: Case) -> list[Any]:

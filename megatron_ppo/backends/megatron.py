@@ -233,6 +233,8 @@ class MegatronBackend(TrainingBackend):
             yield part
 
     def _layout(self, shape: NetworkShape, head: Head, place: RankCoordinates) -> RankLayout:
+        from megatron_ppo.roles.megatron_config import transformer_impl
+
         parallel = self._config.parallel
         sizes = MegatronParallel(
             tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -240,7 +242,15 @@ class MegatronBackend(TrainingBackend):
             virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
             make_vocab_size_divisible_by=self._config.model.make_vocab_size_divisible_by,
         )
-        return megatron_layout(shape, sizes, tp_rank=place.tp, pp_rank=place.pp, head=head)
+        return megatron_layout(
+            shape,
+            sizes,
+            tp_rank=place.tp,
+            pp_rank=place.pp,
+            head=head,
+            # Its layer spec fuses norms into the linear layers after them.
+            transformer_engine_names=transformer_impl(self._config) == "transformer_engine",
+        )
 
     def _wrap(self, roles: Sequence[Any]) -> list[Any]:
         """Put the gradient buffers of megatron-core's DistributedDataParallel around each chunk."""

@@ -7,14 +7,19 @@ there, at lr 1e-3.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from megatron_parity_support import Case, run_cases
+from megatron_parity_support import ROWS, Case, fixed_rows, run_cases
+from safetensors import safe_open
 from spawn import run_ranks
 from toy_models import make_toy
+
+pytestmark = pytest.mark.timeout(600)  # a launch of many cases counts as the time of the test that asks first
 
 Results = dict[str, dict[str, Any]]
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -53,8 +58,10 @@ def adam(models: Mapping[str, str], **changes: object) -> dict[str, object]:
 def single(models: dict[str, str]) -> Results:
     """What one process gives: the truth of this file."""
     cases = {
-        **{family: Case(fields(models, family)) for family in FAMILIES},
+        **{family: Case(fields(models, family), generate=True) for family in FAMILIES},
         "tied": Case(fields(models, "tied")),
+        "tied critic": Case(tied_critic(models), roles=("actor", "critic")),
+        "recompute": Case(fields(models, recompute_granularity="full")),
         "one by one": Case(fields(models), micro_batch_size=1),
         "two by two": Case(fields(models), micro_batch_size=2),
         "all at once": Case(fields(models), micro_batch_size=8),
@@ -82,21 +89,33 @@ def all_roles(models: Mapping[str, str], **changes: object) -> dict[str, object]
     return fields(models, **(more | changes))
 
 
+def tied_critic(models: Mapping[str, str], **changes: object) -> dict[str, object]:
+    """A tied actor, and a critic that starts from it with a fresh head."""
+    return fields(models, "tied", **({"critic": "separate"} | changes))
+
+
 @pytest.fixture(scope="module")
-def two_ranks(models: dict[str, str]) -> list[Results]:
+def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders that cases export to."""
+    root = tmp_path_factory.mktemp("exports")
+    return {name: root / name for name in ("tied", "shared")}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(models: dict[str, str], exports: dict[str, Path]) -> list[Results]:
     """Every topology of two ranks, in one launch."""
     pp2 = {"pipeline_model_parallel_size": 2}
     cases = {
-        "tp2": Case(fields(models, "qwen2", tensor_model_parallel_size=2)),
+        "tp2": Case(fields(models, "qwen2", tensor_model_parallel_size=2), generate=True),
         "tp2 sequence parallel": Case(fields(models, "qwen3", tensor_model_parallel_size=2, sequence_parallel=True)),
-        "pp2": Case(fields(models, **pp2), micro_batch_size=3),
-        "vpp2": Case(fields(models, virtual_pipeline_model_parallel_size=2, **pp2), micro_batch_size=2),
-        "tied pp2": Case(fields(models, "tied", **pp2), micro_batch_size=3),
+        "pp2": Case(fields(models, **pp2), micro_batch_size=3, generate=True),
+        "vpp2": Case(fields(models, virtual_pipeline_model_parallel_size=2, **pp2), micro_batch_size=2, generate=True),
+        "tied pp2": Case(tied_critic(models, **pp2), roles=("actor", "critic"), micro_batch_size=3, export=str(exports["tied"])),
         "dp2": Case(fields(models), micro_batch_size=3),
         "dp2 six tokens": Case(fields(models), rows_by_replica=((1,), (3,)), micro_batch_size=1),
         "dp2 uneven": Case(fields(models), rows_by_replica=((0, 1, 2, 3, 4, 5), (6, 7)), micro_batch_size=2, num_dummies=(0, 2)),
         "dp2 adam": Case(adam(models, overlap_grad_reduce=True), micro_batch_size=2),
-        "pp2 shared": Case(fields(models, critic="shared", **pp2), micro_batch_size=2),
+        "pp2 shared": Case(fields(models, critic="shared", **pp2), micro_batch_size=2, export=str(exports["shared"])),
         "pp2 all roles": Case(all_roles(models, **pp2), roles=("actor", "critic"), micro_batch_size=2),
         "dp2 nan": Case(adam(models), poison="nan", num_steps=3),
         "cp2": Case(fields(models, context_parallel_size=2)),
@@ -104,9 +123,9 @@ def two_ranks(models: dict[str, str]) -> list[Results]:
     return run_ranks(run_cases, 2, cases, timeout_s=300)
 
 
-@pytest.mark.parametrize("split", ["one by one", "two by two", "all at once", "dummies"])
+@pytest.mark.parametrize("split", ["one by one", "two by two", "all at once", "dummies", "recompute"])
 def test_b60_b66_the_split_into_micro_batches_changes_nothing(single: Results, split: str) -> None:
-    """B60, B66: 8x1, 4x2, 1x8 and 4x2 with dummies learn what 2x4 learns."""
+    """B60, B66: 8x1, 4x2, 1x8 and 4x2 with dummies learn what 2x4 learns; so does recomputing activations."""
     assert_same(single[split], single["llama"])
 
 
@@ -115,7 +134,7 @@ TWO_RANKS = {
     "tp2 sequence parallel": "qwen3",
     "pp2": "llama",
     "vpp2": "llama",
-    "tied pp2": "tied",
+    "tied pp2": "tied critic",
     "dp2": "llama",
     "dp2 six tokens": "six tokens",
     "dp2 uneven": "llama",
@@ -179,6 +198,35 @@ def test_b63_reference_equals_the_actor_at_first_and_never_moves(single: Results
         assert difference({"x": after["critic.values"]}, {"x": before["critic.values"]}) > 1e-3
 
 
+def test_generation_is_the_same_on_every_rank_and_topology(single: Results, two_ranks: list[Results]) -> None:
+    for results in two_ranks:
+        for case in ("tp2", "pp2", "vpp2"):
+            assert results[case]["generated"] == single[TWO_RANKS[case]]["generated"]
+    assert all(len(tokens) == 5 for tokens in single["llama"]["generated"])
+
+
+@pytest.mark.parametrize("case", ["tied", "shared"])
+def test_b09_export_is_what_hugging_face_computes_with(
+    models: dict[str, str], two_ranks: list[Results], exports: dict[str, Path], case: str
+) -> None:
+    """B09: a tied export has no head of its own; transformers gets the log-probs and values of the trained pipeline from it."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    result = two_ranks[0]["tied pp2" if case == "tied" else "pp2 shared"]
+    for rank in two_ranks:
+        assert "already holds weights" in rank["tied pp2" if case == "tied" else "pp2 shared"]["export fault"]
+    with safe_open(exports[case] / "actor" / "model.safetensors", framework="pt") as stored:
+        assert ("lm_head.weight" in stored.keys()) == (case != "tied")  # noqa: SIM118  not a dict
+    config = json.loads((exports[case] / "actor" / "config.json").read_text())
+    assert config["tie_word_embeddings"] == (case == "tied")
+    actor = AutoModelForCausalLM.from_pretrained(exports[case] / "actor")
+    critic = AutoModelForSequenceClassification.from_pretrained(exports[case] / "critic")
+    values = result["after"]["critic.values" if case == "tied" else "actor.values"]
+    log_probs, found = hugging_face_outputs(actor, critic)
+    assert difference({"x": log_probs}, {"x": result["after"]["actor.log_probs"]}) < 1e-5
+    assert difference({"x": found}, {"x": values}) < 1e-5
+
+
 @pytest.fixture(scope="module")
 def four_ranks(models: dict[str, str]) -> list[Results]:
     """TP x PP, DP x TP, DP x PP, deeper pipelines, in one launch."""
@@ -189,11 +237,12 @@ def four_ranks(models: dict[str, str]) -> list[Results]:
         "tp2 pp2 sequence parallel": Case(fields(models, "qwen3", **both), micro_batch_size=3),
         "tp2 pp2 tied": Case(fields(models, "tied", **both), micro_batch_size=2),
         "tp2 vpp2": Case(fields(models, virtual_pipeline_model_parallel_size=2, **both), micro_batch_size=1),
+        "tp2 pp2 shared": Case(fields(models, critic="shared", recompute_granularity="full", **both), micro_batch_size=2, generate=True),
         "tp4": Case(fields(models, "qwen2", tensor_model_parallel_size=4)),
         "pp4": Case(fields(models, "qwen2", pipeline_model_parallel_size=4), micro_batch_size=1),
         "pp4 tied": Case(fields(models, "tied", pipeline_model_parallel_size=4), micro_batch_size=3),
         "dp2 pp2": Case(fields(models, **pp2), micro_batch_size=2),
-        "dp2 tp2": Case(fields(models, **tp2, sequence_parallel=True), micro_batch_size=2),
+        "dp2 tp2": Case(all_roles(models, **tp2, sequence_parallel=True), roles=("actor", "critic"), micro_batch_size=2),
         "dp2 pp2 all roles": Case(all_roles(models, **pp2), roles=("actor", "critic"), micro_batch_size=2),
         "dp2 pp2 uneven": Case(
             fields(models, "tied", **pp2), rows_by_replica=((0, 1, 2, 3, 4, 5), (6, 7)), micro_batch_size=2, num_dummies=(0, 2)
@@ -213,11 +262,12 @@ FOUR_RANKS = {
     "tp2 pp2 sequence parallel": "qwen3",
     "tp2 pp2 tied": "tied",
     "tp2 vpp2": "llama",
+    "tp2 pp2 shared": "shared",
     "tp4": "qwen2",
     "pp4": "qwen2",
     "pp4 tied": "tied",
     "dp2 pp2": "llama",
-    "dp2 tp2": "llama",
+    "dp2 tp2": "all roles",
     "dp2 pp2 all roles": "all roles",
     "dp2 pp2 uneven": "tied",
     "cp2 tp2": "llama",
@@ -240,6 +290,22 @@ def test_adam_and_bf16_on_four_ranks_stay_near_one(single: Results, four_ranks: 
         assert_same(results["dp2 tp2 adam"], single["adam"], weights=1e-3, outputs=1e-2)
         assert_same(results["dp2 pp2 adam"], single["adam"], weights=1e-4, outputs=1e-3)
         assert difference(results["dp2 pp2 bf16"]["before"], single["bf16"]["before"]) < 0.05
+
+
+# -- what Hugging Face computes ---------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def hugging_face_outputs(actor: Any, critic: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs at temperature 0.7 and values of the fixed rows at their real positions, row by row."""
+    log_probs, values = [], []
+    for row in range(ROWS):
+        tokens = fixed_rows([row]).tokens
+        logits = actor(tokens).logits[0, :-1] / 0.7
+        log_probs.append(logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).squeeze(1))
+        hidden = critic.model(tokens).last_hidden_state
+        values.append(critic.score(hidden)[0, :-1, 0])
+    return torch.cat(log_probs), torch.cat(values)
 
 
 # -- comparisons ------------------------------------------------------------------------------------------------------
