@@ -31,6 +31,7 @@ def gather_canonical(
     *,
     to: int | None,
     names: Sequence[str] | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
     check_replicas: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> Iterator[tuple[str, Tensor | None]]:
@@ -41,6 +42,7 @@ def gather_canonical(
         parameters: this rank's live parameters.
         to: the rank in ``group`` that gets the tensors; the others get None in their place. None: every rank gets them.
         names: canonical names in the wanted order; None: all, in the order of the layouts of ranks 0, 1, ...
+        shapes: canonical name -> shape that the model should have. Without it the end of a tensor that no rank holds goes unnoticed.
         check_replicas: compare all copies of every box bit by bit (by checksums) before the first tensor is sent.
         group: None is the default group.
 
@@ -55,11 +57,14 @@ def gather_canonical(
         raise ValueError(f"the group has ranks 0..{size - 1}, but layouts are given for {sorted(layouts)}; give one for each")
     held = _pieces(layouts)
     wanted = list(held) if names is None else list(names)
-    shapes = _full_shapes(held, wanted)
+    spanned = _full_shapes(held, wanted)
+    for name, shape in spanned.items():
+        if shapes is not None and shapes.get(name) != shape:
+            raise ValueError(f"what ranks hold of {name} spans {shape}, the model's is {shapes.get(name)}")
     dtypes = _agreed_dtypes(held, wanted, parameters, rank, group)
     if check_replicas:
         _check_replicas({name: held[name] for name in wanted}, parameters, rank, group)
-    tensors = ((name, shapes[name], dtypes[name], held[name]) for name in wanted)
+    tensors = ((name, spanned[name], dtypes[name], held[name]) for name in wanted)
     return _Route(rank, to, group).stream(tensors, parameters)
 
 

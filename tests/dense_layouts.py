@@ -157,21 +157,21 @@ def stage_chunks(num_layers: int, pp: int, vpp: int = 1) -> list[list[int]]:
     return [[x for v in range(vpp) for x in range(edges[v * pp + p], edges[v * pp + p + 1])] for p in range(pp)]
 
 
-def trainer_mesh(model: Dense, tp: int, pp: int, dp: int = 1, vpp: int = 1) -> dict[int, RankLayout]:
+def trainer_mesh(model: Dense, tp: int, pp: int, dp: int = 1, vpp: int = 1, *, multiple: int = 4) -> dict[int, RankLayout]:
     """Global rank -> layout, in Megatron's order (tensor fastest, then data, then pipeline); replicas share an object."""
     stages = stage_chunks(model.num_layers, pp, vpp)
     found = {}
     for p in range(pp):
         for r in range(tp):
-            layout = trainer_layout(model, tp, stages[p], (r, p == 0, p == pp - 1))
+            layout = trainer_layout(model, tp, stages[p], (r, p == 0, p == pp - 1), multiple)
             for replica in range(dp):
                 found[p * dp * tp + replica * tp + r] = layout
     return found
 
 
-def engine_mesh(model: Dense, tp: int, replicas: int, first_rank: int) -> dict[int, RankLayout]:
+def engine_mesh(model: Dense, tp: int, replicas: int, first_rank: int, multiple: int = 8) -> dict[int, RankLayout]:
     """Global rank -> layout of ``replicas`` engines of ``tp`` ranks each."""
-    layouts = [engine_layout(model, tp, r) for r in range(tp)]
+    layouts = [engine_layout(model, tp, r, multiple) for r in range(tp)]
     return {first_rank + i * tp + r: layouts[r] for i in range(replicas) for r in range(tp)}
 
 
