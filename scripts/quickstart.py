@@ -1,0 +1,121 @@
+"""The quickstart's job: make the inputs, start one torchrun, show the learning curve. Called by quickstart.sh after the set-up."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from megatron_ppo.learning_curve import draw_text, read_metrics, time_split
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes of both meshes; ``--mesh tp=2,replicas=2`` sets some of them."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    dp: int = 1
+    rollout_tp: int = 1
+    replicas: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the launch."""
+        return self.tp * self.pp * self.cp * self.dp + self.rollout_tp * self.replicas
+
+    def flags(self) -> list[str]:
+        """Flags of ``megatron_ppo train``."""
+        virtual = ["--virtual-pipeline-model-parallel-size", str(self.vpp)] if self.vpp > 1 else []
+        return [
+            *("--tensor-model-parallel-size", str(self.tp)),
+            *("--pipeline-model-parallel-size", str(self.pp)),
+            *("--context-parallel-size", str(self.cp)),
+            *("--rollout-tensor-parallel-size", str(self.rollout_tp)),
+            *("--rollout-world-size", str(self.rollout_tp * self.replicas)),
+            *virtual,
+        ]
+
+
+DEFAULT_MESH = {"tiny": Mesh(tp=2, replicas=2), "smollm2": Mesh(pp=2)}
+
+
+def parse_mesh(text: str) -> Mesh:
+    """``tp=2,pp=2,replicas=2`` as a mesh; sizes that are not named are 1."""
+    names = [f.name for f in fields(Mesh)]
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if name not in names or not size.isdigit() or int(size) < 1 or name in sizes:
+            raise argparse.ArgumentTypeError(f"{part!r}: expected SIZE=NUMBER with each size at most once, of {', '.join(names)}")
+        sizes[name] = int(size)
+    return Mesh(**sizes)
+
+
+def main() -> int:
+    """Command line; the exit code of the run."""
+    parser = argparse.ArgumentParser(
+        prog="bash scripts/quickstart.sh",
+        description="Run PPO on a small model. Flags that are not listed here go to `python -m megatron_ppo train`.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", choices=["tiny", "smollm2"], default="tiny", help="a small random Llama, or SmolLM2-135M-Instruct")
+    parser.add_argument("--mesh", type=parse_mesh, help="sizes, e.g. tp=2,pp=2,replicas=2 (of tp, pp, vpp, cp, dp, rollout_tp, replicas)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the initial weights, the data and the run (default: 1)")
+    parser.add_argument("--run-dir", type=Path, help="run folder (default: runs/quickstart, runs/smollm2)")
+    arguments, train_flags = parser.parse_known_args()
+    mesh = arguments.mesh or DEFAULT_MESH[arguments.model]
+    run_dir = arguments.run_dir or Path("runs") / ("quickstart" if arguments.model == "tiny" else arguments.model)
+    inputs = Path("runs") / "inputs" / f"{arguments.model}-seed{arguments.seed}"
+    if not (inputs / "prompts.jsonl").is_file():
+        print(f"quickstart: making model, tokenizer and prompts in {inputs}", flush=True)
+        assets = [sys.executable, "scripts/quickstart_assets.py", arguments.model, str(inputs), "--seed", str(arguments.seed)]
+        subprocess.run(assets, check=True, cwd=ROOT)
+    code = launch(
+        mesh,
+        [
+            *("--config", f"examples/{arguments.model}.yaml"),
+            *("--model-path", str(inputs / "model"), "--prompt-data", str(inputs / "prompts.jsonl")),
+            *("--run-dir", str(run_dir), "--seed", str(arguments.seed)),
+            *mesh.flags(),
+            *train_flags,
+        ],
+    )
+    if code == 0:
+        show(run_dir)
+    return code
+
+
+def launch(mesh: Mesh, train_flags: list[str]) -> int:
+    """One torchrun with all ranks of the mesh on this machine."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(mesh.world_size)),
+        *("--no-python", sys.executable, "-m", "megatron_ppo", "train"),
+        *train_flags,
+    ]
+    print(f"quickstart: {mesh.world_size} ranks: torchrun {' '.join(command[3:])}", flush=True)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment).returncode
+
+
+def show(run_dir: Path) -> None:
+    """The learning curve, the time split, and where everything lies."""
+    folder = ROOT / run_dir
+    records = read_metrics(folder)
+    if len(records) > 1:
+        print(draw_text(records))
+    print(time_split(records))
+    first, last = records[0]["reward/mean"], records[-1]["reward/mean"]
+    print(f"mean reward {first:.3f} -> {last:.3f}")
+    print(f"files in {run_dir}: " + ", ".join(sorted(path.name for path in folder.iterdir())))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
