@@ -115,6 +115,8 @@ class MegatronBackend(TrainingBackend):
 
         def finish(output: RoleOutput, batch: MicroBatch) -> tuple[Tensor, Tensor, LossMetrics]:
             loss, num_tokens, metrics = loss_fn(output, batch)
+            if not loss.requires_grad:  # the schedule would send no gradient to the stage before, which waits for one
+                raise ValueError("loss_fn gave a loss that does not depend on its output; mask with torch.where(mask, term, 0.0).sum()")
             # Every rank of a context-parallel group sees the whole rows: one of them counts.
             return loss, num_tokens if first_of_context else torch.zeros_like(num_tokens), metrics
 

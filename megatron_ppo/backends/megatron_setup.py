@@ -13,6 +13,7 @@ Left out: building networks (``megatron.py``), and equations between sizes that 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +86,7 @@ def destroy_megatron() -> None:
 
 def check_settings(config: Config, world_size: int) -> None:
     """``ValueError`` for combinations of settings that megatron-core 0.16.1 refuses late or runs wrongly."""
+    _check_overrides(config.model.transformer_overrides)
     parallel = config.parallel
     stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
     _data_parallel_size(world_size, parallel)
@@ -100,6 +102,30 @@ def check_settings(config: Config, world_size: int) -> None:
             "megatron-core's distributed optimizer shards Adam only, and sgd has no state to shard: "
             "set use_distributed_optimizer to false with optimizer sgd"
         )
+
+
+def _check_overrides(overrides: Mapping[str, str]) -> None:
+    taken = sorted(set(overrides) & SCHEDULE_FIELDS)
+    if taken:
+        raise ValueError(
+            f"transformer_overrides sets {', '.join(taken)}, which the pipeline schedule decides: other values mix up messages between "
+            "stages or change the loss without a word in megatron-core 0.16.1. Remove them"
+        )
+
+
+SCHEDULE_FIELDS = frozenset(
+    {
+        "calculate_per_token_loss",
+        "pipeline_dtype",
+        "variable_seq_lengths",
+        "overlap_p2p_comm",
+        "batch_p2p_comm",
+        "deallocate_pipeline_outputs",
+        "overlap_p2p_comm_warmup_flush",
+        "microbatch_group_size_per_vp_stage",
+    }
+)
+"""Fields of megatron-core's TransformerConfig that ``configure_schedule`` sets, or whose default it relies on."""
 
 
 def configure_schedule(transformer: Any, parallel: ParallelConfig) -> None:

@@ -64,6 +64,7 @@ def test_rank_coordinates_are_megatrons_order_and_a_bijection() -> None:
         ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 1}, 2, "at least 2 of both"),
         ({"sequence_parallel": True}, 1, "tensor_model_parallel_size is 1"),
         ({"optimizer": "sgd"}, 1, "use_distributed_optimizer to false"),
+        ({"transformer_overrides": {"overlap_p2p_comm": "false"}}, 1, "overlap_p2p_comm, which the pipeline schedule decides"),
     ],
 )
 def test_settings_that_megatron_would_run_wrongly_are_refused(fields: dict[str, object], world_size: int, message: str) -> None:

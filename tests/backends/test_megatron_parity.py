@@ -72,9 +72,11 @@ def single(models: dict[str, str]) -> Results:
         "adam": Case(adam(models)),
         "adam, not sharded": Case(adam(models, use_distributed_optimizer=False)),
         "bf16": Case(adam(models, params_dtype="bfloat16")),
+        "one step": Case(fields(models, "qwen2"), num_steps=1),
+        "one step with decay": Case(fields(models, "qwen2", weight_decay=0.5), num_steps=1),
         "no clipping": Case(fields(models, clip_grad=0.0)),
-        "no tokens": Case(adam(models), poison="no_tokens", num_steps=3),
-        "nan": Case(adam(models), poison="nan", num_steps=3),
+        "no tokens": Case(adam(models, lr_warmup_steps=4), poison="no_tokens", num_steps=3),
+        "nan": Case(adam(models, lr_warmup_steps=4), poison="nan", num_steps=3),
     }
     return run_ranks(run_cases, 1, cases, timeout_s=200)[0]
 
@@ -117,7 +119,7 @@ def two_ranks(models: dict[str, str], exports: dict[str, Path]) -> list[Results]
         "dp2 adam": Case(adam(models, overlap_grad_reduce=True), micro_batch_size=2),
         "pp2 shared": Case(fields(models, critic="shared", **pp2), micro_batch_size=2, export=str(exports["shared"])),
         "pp2 all roles": Case(all_roles(models, **pp2), roles=("actor", "critic"), micro_batch_size=2),
-        "dp2 nan": Case(adam(models), poison="nan", num_steps=3),
+        "dp2 nan": Case(adam(models, lr_warmup_steps=4), poison="nan", num_steps=3),
         "cp2": Case(fields(models, context_parallel_size=2)),
     }
     return run_ranks(run_cases, 2, cases, timeout_s=300)
@@ -175,6 +177,16 @@ def test_gradient_norm_is_reported_without_clipping_too(single: Results) -> None
     clipped, free = (single[name]["steps"]["actor"][0][0] for name in ("llama", "no clipping"))
     assert free.grad_norm == pytest.approx(clipped.grad_norm, rel=1e-6) and clipped.grad_norm > 1.0
     assert difference(single["llama"]["weights"]["actor"], single["no clipping"]["weights"]["actor"]) > 1e-3
+
+
+def test_weight_decay_leaves_biases_and_norms_alone(models: dict[str, str], single: Results) -> None:
+    plain, decayed = (single[name]["weights"]["actor"] for name in ("one step", "one step with decay"))
+    with safe_open(Path(models["qwen2"]) / "model.safetensors", framework="pt") as stored:
+        for name in plain:
+            start = stored.get_tensor(name)
+            expected = 0.05 * 0.5 * start if start.dim() > 1 else torch.zeros_like(start)
+            assert difference({name: plain[name] - decayed[name]}, {name: expected}) < 1e-6
+    assert any(name.endswith("bias") for name in plain)
 
 
 @pytest.mark.parametrize("case", ["no tokens", "nan"])
@@ -328,6 +340,7 @@ def assert_same(got: dict[str, Any], truth: dict[str, Any], *, weights: float = 
 def assert_second_of_three_skipped(result: dict[str, Any]) -> None:
     """The first and last step changed weights, the second did not and the learning-rate counter did not count it."""
     steps = result["steps"]["actor"]
+    assert [report.lr for report, _ in steps] == pytest.approx([0.25e-3, 0.5e-3, 0.5e-3])
     assert [report.skipped for report, _ in steps] == [False, True, False]
     assert [changed for _, changed in steps] == [True, False, True]
 
