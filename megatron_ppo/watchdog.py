@@ -185,11 +185,14 @@ class Watchdog:
         return self._phase[0]
 
     @contextlib.contextmanager
-    def phase(self, name: str, patience: float = 1.0) -> Iterator[None]:
+    def phase(self, name: str, patience: float | None = None) -> Iterator[None]:
         """Name what this rank does inside the block; all ranks know it within moments.
 
-        ``patience`` multiplies the time limit of beats for work that holds the interpreter lock for long.
+        ``patience`` multiplies the time limit of beats, for work that holds the interpreter lock for long. Default: 1, and 10 where
+        the name begins with ``start-up``.
         """
+        if patience is None:
+            patience = _START_UP_PATIENCE if name.startswith(START_UP) else 1.0
         before, self._phase = self._phase, (name, patience)
         self._wake.set()
         try:

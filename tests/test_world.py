@@ -14,6 +14,7 @@ import torch.distributed as dist
 from launch_config import two_by_two
 from spawn import run_ranks
 
+import megatron_ppo.world as world_module
 from megatron_ppo.bridge import Bridge
 from megatron_ppo.world import all_heads, close_world, init_world, read_launch, straddling_replica
 
@@ -93,7 +94,7 @@ def test_a_replica_may_not_straddle_nodes() -> None:
 # -- whole launches ---------------------------------------------------------------------------------------------------
 
 
-def set_up_many_times(rank: int, world_size: int, folder: str, repeats: int) -> dict[str, Any]:
+def set_up_many_times(rank: int, _: int, folder: str, repeats: int) -> dict[str, Any]:
     """Each repeat is an attempt of its own against one store, as after a restart."""
     config = two_by_two(folder)
     delays = random.Random(100 + rank)
@@ -113,16 +114,17 @@ def set_up_many_times(rank: int, world_size: int, folder: str, repeats: int) -> 
         groups = {world.mesh: mesh_ranks} | {bridge.name: list(bridge.ranks) for bridge in bridges + weights}
         merged: dict[str, list[int]] = {}
         for known in bridges[-1].all_gather_objects(groups):
+            assert isinstance(known, dict)
             for name, members in known.items():
                 assert merged.setdefault(name, members) == members
         assert sorted(merged) == ["all", "control", "rollout", "training", "weights0", "weights1"]
         if attempt == 0:
-            lists[0] += (in_mesh_only(world.mesh, bridges[-1]), all_heads(world, world.rank == 0), int(os.environ["RANK"]))
+            once = (in_mesh_only(world.mesh, bridges[-1]), all_heads(world, world.rank == 0), int(os.environ["RANK"]))
         for bridge in bridges + weights:
             bridge.close()
         close_world(world)
     assert os.environ["RANK"] == str(rank)
-    return {"seconds": seconds, "lists": lists, "mesh": world.mesh, "rank": world.rank}
+    return {"seconds": seconds, "lists": lists, "once": once, "mesh": world.mesh, "rank": world.rank}
 
 
 def in_mesh_only(mesh: str, everyone: Bridge) -> float:
@@ -148,5 +150,52 @@ def test_b94_b96_meshes_come_up_under_random_delays(tmp_path: Path) -> None:
         ("rollout", 1),
     ]
     for rank, result in enumerate(results):
-        assert result["lists"][0] == ([0, 1], [2, 3], 8.0, ([0], [2]), rank % 2)
-        assert all(lists == ([0, 1], [2, 3]) for lists in result["lists"][1:])
+        assert result["once"] == (8.0, ([0], [2]), rank % 2)
+        assert all(lists == ([0, 1], [2, 3]) for lists in result["lists"])
+
+
+def refused(rank: int, world_size: int, folder: str, changes: dict[str, Any], environment: dict[str, str]) -> tuple[str, str]:
+    """(class of the error, its text) of an ``init_world`` that must not come up."""
+    os.environ.update({name: value.format(rank=rank, node=rank // 3) for name, value in environment.items()})
+    world_module._QUIET_RANKS_WAIT_S = 1.0
+    try:
+        init_world(two_by_two(folder).replace(**changes))
+    except (Exception, SystemExit) as error:
+        assert not dist.is_initialized()
+        assert os.environ["WORLD_SIZE"] == str(world_size)
+        return type(error).__name__, str(error)
+    raise AssertionError("the launch came up")
+
+
+@pytest.mark.parametrize(
+    ("changes", "environment", "words"),
+    [
+        ({"rollout_tensor_parallel_size": 3}, {}, "rollout_tensor_parallel_size = 3"),
+        ({"rollout_tensor_parallel_size": 2}, {"GROUP_RANK": "{node}"}, "rank 2 on node 0, rank 3 on node 1"),
+    ],
+)
+def test_a_launch_that_does_not_fit_is_refused_once(
+    tmp_path: Path, changes: dict[str, Any], environment: dict[str, str], words: str
+) -> None:
+    """Rank 0 raises, all other ranks end with code 1 and nothing to print; no process group is made."""
+    two_by_two(str(tmp_path))
+    results = run_ranks(refused, 4, str(tmp_path), changes, environment, timeout_s=60)
+    assert results[0][0] == "ValueError"
+    assert words in results[0][1]
+    assert results[1:] == [("SystemExit", "1")] * 3
+
+
+ONE_AND_ONE = {"rollout_world_size": 1, "tensor_model_parallel_size": 1}
+
+
+def test_b98_a_port_of_another_launch_is_refused(tmp_path: Path) -> None:
+    """B98: neither the rank that would serve the store nor a client joins another launch of the same name at that port."""
+    two_by_two(str(tmp_path))
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    other = dist.PrefixStore("local/0", server)
+    other.add("signed_in/1", 1)
+    host, client = run_ranks(refused, 2, str(tmp_path), ONE_AND_ONE, {"MASTER_PORT": str(server.port)}, timeout_s=60)
+    assert host[0] == client[0] == "ValueError"
+    assert "cannot serve the launch's store" in host[1]
+    assert "has already signed in" in client[1]
+    assert not other.check(["signed_in/0"])
