@@ -1,7 +1,7 @@
 """Decisions that every rank must take alike: was anyone asked to stop, to save?
 
-A signal reaches one process, but the whole launch has to act on it at the same boundary. Each mesh reduces its ranks' wish on its own default
-group, the two rank 0s exchange the results over the control bridge, and each mesh spreads the common answer.
+A signal reaches one process, but the whole launch has to act on it at the same boundary. Each mesh reduces its ranks' wish on its own
+default group, the two rank 0s exchange the results over the control bridge, and each mesh spreads the common answer.
 """
 
 from __future__ import annotations

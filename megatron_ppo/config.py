@@ -147,9 +147,9 @@ class AlgorithmConfig:
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = "token_mean"
-    """token_mean: sum over tokens / tokens of the global mini-batch. sequence_mean (_sum): each response's token mean (sum), averaged over responses."""
+    """token_mean: sum over tokens / tokens of the global mini-batch. sequence_mean, sequence_sum: each response's mean or sum, averaged."""
     kl_coef: float = 0.0
-    """Weight of the per-token KL penalty against the reference in the reward (k1). 0: no reference model, unless kl_loss_coef asks for it."""
+    """Weight of the per-token KL penalty against the reference in the reward (k1). 0 here and in kl_loss_coef: no reference model."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
     """adaptive: move kl_coef so that the measured KL meets kl_target (arXiv:1909.08593)."""
     kl_target: float = 6.0
@@ -217,7 +217,7 @@ class DataConfig:
     strict_data: bool = True
     """Refuse a file with bad lines. Otherwise bad lines are counted and left out."""
     reward: str | None = None
-    """exact_match, math, token_accuracy, length, format, or module:function of your own. None: the reward model alone."""
+    """exact_match, math, token_accuracy, length, format, module:function or FILE.py:function. None: the reward model alone."""
     reward_timeout_s: float = 10.0
     """Time limit for the reward of one response."""
     reward_num_workers: int = 1

@@ -54,7 +54,10 @@ def _ranges(config: Config) -> Iterator[str]:
         if value < 1:
             yield f"{name} = {value} must be at least 1"
     if p.virtual_pipeline_model_parallel_size is not None and p.virtual_pipeline_model_parallel_size < 2:
-        yield f"virtual_pipeline_model_parallel_size = {p.virtual_pipeline_model_parallel_size} must be at least 2; leave it out for the plain schedule"
+        yield (
+            f"virtual_pipeline_model_parallel_size = {p.virtual_pipeline_model_parallel_size} must be at least 2; "
+            "leave it out for the plain schedule"
+        )
     if p.rollout_world_size < 1:
         yield f"rollout_world_size = {p.rollout_world_size} must be at least 1: training and rollout need ranks of their own"
     if p.heartbeat_timeout_s < 3:
@@ -65,10 +68,10 @@ def _ranges(config: Config) -> Iterator[str]:
         yield f"top_p = {r.top_p} must be in (0, 1]"
     if r.top_k != -1 and r.top_k < 1:
         yield f"top_k = {r.top_k} must be at least 1, or -1 for all tokens"
-    for name, value in {"gamma": a.gamma, "gae_lambda": a.gae_lambda}.items():
-        if not 0 <= value <= 1:
-            yield f"{name} = {value} must be in [0, 1]"
-    for name, value in {
+    for name, share in {"gamma": a.gamma, "gae_lambda": a.gae_lambda}.items():
+        if not 0 <= share <= 1:
+            yield f"{name} = {share} must be in [0, 1]"
+    for name, number in {
         "lr": o.lr,
         "critic_lr": o.critic_lr,
         "min_lr": o.min_lr,
@@ -80,8 +83,8 @@ def _ranges(config: Config) -> Iterator[str]:
         "reward_timeout_s": config.data.reward_timeout_s,
         "num_logged_samples": float(config.logging.num_logged_samples),
     }.items():
-        if value < 0 or not math.isfinite(value):
-            yield f"{name} = {value} must be a finite number of at least 0"
+        if number < 0 or not math.isfinite(number):
+            yield f"{name} = {number} must be a finite number of at least 0"
 
 
 def _meshes(config: Config, world_size: int) -> Iterator[str]:
@@ -144,7 +147,10 @@ def _batches(config: Config, data_parallel_size: int) -> Iterator[str]:
 def _algorithm(config: Config) -> Iterator[str]:
     a, m, r = config.algorithm, config.model, config.rollout
     if a.advantage_estimator == "gae" and m.critic == "none":
-        yield "advantage_estimator = gae needs a critic, but critic = none; set critic to separate or shared, or the estimator to grpo or rloo"
+        yield (
+            "advantage_estimator = gae needs a critic, but critic = none; set critic to separate or shared, "
+            "or the estimator to grpo or rloo"
+        )
     if a.advantage_estimator != "gae" and m.critic != "none":
         yield f"advantage_estimator = {a.advantage_estimator} uses no critic, but critic = {m.critic}; set critic to none"
     if a.advantage_estimator != "gae" and r.samples_per_prompt < 2:

@@ -68,19 +68,20 @@ class Controller:
         Raises:
             Stopped: the launch was told to stop; everything that was finished is on disk.
         """
-        for iteration in range(self.context.config.training.train_iters):
-            self._boundary(iteration)
+        num_iterations = self.context.config.training.train_iters
+        for iteration in range(num_iterations):
+            if self._told_to_stop(f"boundary of iteration {iteration}"):
+                raise Stopped(f"stopped by a signal before iteration {iteration} of {num_iterations}")
             self._iterate(iteration)
+        self._told_to_stop("end of the loop")  # no rank takes its data off the bus before all have what they need
 
     def _iterate(self, iteration: int) -> None:
         raise NotImplementedError
 
-    def _boundary(self, iteration: int) -> None:
-        """Where signals are acted upon, by all ranks alike."""
-        with self.context.watchdog.phase(f"boundary of iteration {iteration}"):
-            (stop,) = all_agree(self.context.control, [self.context.watchdog.preempt_requested], self.context.device)
-        if stop:
-            raise Stopped(f"stopped by a signal before iteration {iteration}")
+    def _told_to_stop(self, phase: str) -> bool:
+        """Where signals are acted upon, by all ranks alike; also a barrier of the whole launch."""
+        with self.context.watchdog.phase(phase):
+            return all_agree(self.context.control, [self.context.watchdog.preempt_requested], self.context.device)[0]
 
     def _samples_greedily(self, iteration: int) -> bool:
         """Whether greedy answers are logged in an iteration: the first, before any update, and the last."""

@@ -1,6 +1,6 @@
 """Metrics of the run: console, metrics.jsonl, samples.jsonl, Weights & Biases, TensorBoard.
 
-Step 6 of the iteration. Written by global rank 0 only, after all reductions; the numbers that reach this file are those of the whole launch.
+Step 6 of the iteration. Written by global rank 0 only, after all reductions: the numbers that reach this file are the whole launch's.
 The local files are the record; what happens to W&B or TensorBoard never stops a run.
 """
 

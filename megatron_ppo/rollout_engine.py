@@ -1,6 +1,6 @@
 """RolloutWorker: samples with one replica's inference engine and rewards what it sampled.
 
-Steps 1 and 2 of the iteration, on the rollout mesh. All ranks of a replica call the same methods with the same arguments; the replica's head
+Steps 1 and 2 of the iteration, on the rollout mesh. All ranks of a replica call the same methods with the same arguments; its head
 computes the rewards and puts the trajectories on the data bus. Log-probs that are trained on are not computed here: the trainer does that
 with its own weights. ``RemoteRollout`` is how a training rank names the workers.
 """
@@ -80,8 +80,8 @@ class RolloutWorker:
         """Receive the weights that ``handle`` names into the engine's live parameters. Collective over the rollout mesh.
 
         Raises:
-            RuntimeError: the bytes that arrived are not the bytes of this rank's shard. The engine is unusable from the start of a sync until
-                one has ended well.
+            RuntimeError: the bytes that arrived are not the bytes of this rank's shard. The engine is unusable from the start of a sync
+                until one has ended well.
         """
         self.version = None
         stats = self._executor.receive(self._backend.weights())
@@ -153,7 +153,7 @@ class RolloutWorker:
 
     def _version(self) -> int:
         if self.version is None:
-            raise RuntimeError("the rollout engine holds no whole set of weights: the last sync did not end well, and nothing may be sampled")
+            raise RuntimeError("the rollout engine holds no whole set of weights: the last sync did not end well; nothing may be sampled")
         return self.version
 
     def _sample(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling) -> list[Completion]:

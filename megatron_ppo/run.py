@@ -1,7 +1,7 @@
 """Puts the parts of a run together on this rank, and runs the loop: ``torchrun ... -m megatron_ppo train``.
 
-Order: environment and configuration are checked before anything is built; then data and tokenizer, so that a bad file costs seconds; then this
-mesh's networks or engine; then the groups between the meshes.
+Order: environment and configuration are checked before anything is built; then data and tokenizer, so that a bad file costs seconds; then
+this mesh's networks or engine; then the groups between the meshes.
 """
 
 from __future__ import annotations

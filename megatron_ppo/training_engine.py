@@ -1,7 +1,7 @@
 """TrainingEngine: the authoritative weights, and everything that is computed with them.
 
-Steps 3 and 5 of the iteration, on the training mesh. It cuts batches into each data-parallel replica's micro-batches, lets the backend run them, and
-puts the results together again, so that what it returns is the whole batch on every rank: experience.py and ppo.py know no topology.
+Steps 3 and 5 of the iteration, on the training mesh. It cuts batches into each data-parallel replica's micro-batches, lets the backend run
+them, and puts the results together again, so that what it returns is the whole batch on every rank: experience.py and ppo.py know no topology.
 Which framework trains is the backend's matter; when what is asked is the controller's.
 """
 

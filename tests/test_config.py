@@ -1,0 +1,171 @@
+"""The configuration: one place for defaults, YAML and flags, equations with numbers and remedies."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ppo.config import SECTION_OF, Config
+from megatron_ppo.config_io import parse_arguments, read_yaml, write_config
+
+FIELDS = set(
+    """
+    model_path tokenizer_path critic critic_path reward_model_path params_dtype transformer_impl make_vocab_size_divisible_by
+    recompute_granularity transformer_overrides trust_remote_code
+    tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size context_parallel_size sequence_parallel
+    use_distributed_optimizer overlap_grad_reduce rollout_world_size rollout_tensor_parallel_size distributed_timeout_minutes
+    heartbeat_timeout_s bucket_bytes
+    optimizer lr critic_lr min_lr lr_decay_style lr_warmup_steps weight_decay adam_beta1 adam_beta2 adam_eps clip_grad
+    train_iters global_batch_size micro_batch_size max_tokens_per_micro_batch ppo_epochs seed
+    advantage_estimator gamma gae_lambda whiten_advantages bootstrap_truncated clip_ratio_low clip_ratio_high dual_clip_ratio value_clip
+    value_loss_coef entropy_coef loss_aggregation kl_coef kl_controller kl_target kl_horizon kl_loss_coef kl_loss_type importance_weight_cap
+    rollout_backend prompts_per_iteration samples_per_prompt max_prompt_length max_response_length max_model_len prompt_overflow temperature
+    top_p top_k stop_token_ids rollout_dtype gpu_memory_utilization kv_cache_gib enforce_eager
+    prompt_data prompt_key answer_key chat_template add_bos strict_data reward reward_timeout_s reward_num_workers
+    run_dir num_logged_samples verify_weights save_hf wandb_mode wandb_project tensorboard
+    """.split()
+)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, object]:
+    """A model folder and a prompt file that the checks accept: 8 heads, 4 key/value heads, 8 layers."""
+    network = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 8, "max_position_embeddings": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(network))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    return {"model_path": str(tmp_path), "prompt_data": str(tmp_path / "prompts.jsonl"), "reward": "exact_match"}
+
+
+def test_the_list_of_fields_is_frozen_and_short() -> None:
+    """A new field is a decision: at most 90, each with a help text and a unique name."""
+    assert set(SECTION_OF) == FIELDS
+    assert len(SECTION_OF) == sum(len(dataclasses.fields(f.default)) for f in dataclasses.fields(Config)) <= 90  # type: ignore[arg-type]
+
+
+def test_help_is_grouped_and_explains_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse_arguments(["--help"], program="megatron_ppo train")
+    text = capsys.readouterr().out
+    assert end.value.code == 0
+    for section in dataclasses.fields(Config):
+        assert f"{section.name} options" in text
+    for name in FIELDS:
+        assert f"--{name.replace('_', '-')}" in text
+
+
+def test_command_line_stands_above_yaml_above_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("parallel:\n  tensor_model_parallel_size: 4\nlr: 1e-5\nrollout: {stop_token_ids: [3, 4]}\n")
+    config = parse_arguments(["--lr", "0.5", f"--config={file}"], program="p")
+    assert config.parallel.tensor_model_parallel_size == 4
+    assert config.optimizer.lr == 0.5
+    assert config.rollout.stop_token_ids == [3, 4]
+    assert config.training == Config().training
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("parallel:\n  tensor_model_paralel_size: 2\n", [":2:", "tensor_model_paralel_size", "did you mean tensor_model_parallel_size"]),
+        ("\nlearning_rate: 1\n", [":2:", "learning_rate"]),
+        ("optimizer:\n  gamma: 1.0\n", [":2:", "belongs to section algorithm"]),
+        ("lr: 1e-6\noptimizer: {lr: 2e-6}\n", [":2:", "lr was already set on line 1"]),
+        ("rollout_world_size: two\n", [":1:", "rollout_world_size", "int", "'two'"]),
+        ("rollout_world_size: true\n", [":1:", "int"]),
+        ("critic: shard\n", [":1:", "critic", "shared"]),
+        ("- 1\n", [":1:", "mapping"]),
+        ("parallel: 3\n", [":1:", "section parallel"]),
+    ],
+)
+def test_b99_a_wrong_yaml_key_or_value_names_file_line_and_remedy(tmp_path: Path, text: str, parts: list[str]) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError) as error:
+        read_yaml(file)
+    assert str(file) in str(error.value)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_b99_a_wrong_flag_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse_arguments(["--tensor-model-paralel-size", "2"], program="p")
+    assert end.value.code == 2
+    assert "--tensor-model-parallel-size" in capsys.readouterr().err
+
+
+@settings(deadline=None)  # files on a busy machine
+@given(
+    lr=st.floats(1e-9, 1.0),
+    top_p=st.floats(0.01, 1.0),
+    limit=st.none() | st.integers(1, 10**6),
+    stops=st.lists(st.integers(0, 10**5), max_size=3),
+    reward=st.none() | st.sampled_from(["math", "my.module:score"]),
+)
+def test_what_is_written_reads_back_the_same(
+    tmp_path_factory: pytest.TempPathFactory, lr: float, top_p: float, limit: int | None, stops: list[int], reward: str | None
+) -> None:
+    config = Config().replace(lr=lr, top_p=top_p, max_model_len=limit, stop_token_ids=stops, reward=reward)
+    file = tmp_path_factory.mktemp("config") / "config.yaml"
+    write_config(config, file)
+    assert read_yaml(file) == config
+
+
+def test_a_fitting_configuration_has_no_fault(files: dict[str, object]) -> None:
+    config = Config().replace(
+        **files, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, rollout_world_size=4, rollout_tensor_parallel_size=2
+    )
+    config.validate(12)
+    assert config.data_parallel_size(12) == 2
+    assert config.num_replicas == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "world_size", "parts"),
+    [
+        # B70: batch and mesh equations
+        ({"prompts_per_iteration": 10, "samples_per_prompt": 1, "global_batch_size": 10}, 5, ["global_batch_size = 10", "data-parallel size 4", "nearest multiple is 8"]),
+        ({"global_batch_size": 100}, 2, ["256", "100", "128"]),
+        ({"tensor_model_parallel_size": 2}, 4, ["world size 4", "TP 2 x PP 1 x CP 1 = 2", "Launch 5 ranks"]),
+        ({"rollout_world_size": 3, "rollout_tensor_parallel_size": 2}, 4, ["3", "2", "replicas x TP"]),
+        # B99: heads, for both meshes
+        ({"tensor_model_parallel_size": 3}, 4, ["8 attention heads", "tensor_model_parallel_size = 3", "[1, 2, 4, 8]"]),
+        ({"rollout_world_size": 3, "rollout_tensor_parallel_size": 3}, 4, ["8 attention heads", "rollout_tensor_parallel_size = 3"]),
+        # B13: layers
+        ({"pipeline_model_parallel_size": 3}, 4, ["8 layers", "3"]),
+        ({"pipeline_model_parallel_size": 16}, 17, ["8 layers", "16"]),
+        # B39: lengths
+        ({"max_prompt_length": 512, "max_response_length": 512, "max_model_len": 768}, 2, ["512", "1024", "768"]),
+        ({"max_prompt_length": 4000}, 2, ["4512", "max_position_embeddings = 4096"]),
+        # the rest
+        ({"temperature": 0.0}, 2, ["temperature = 0.0"]),
+        ({"critic": "none"}, 2, ["gae needs a critic"]),
+        ({"advantage_estimator": "grpo"}, 2, ["grpo uses no critic"]),
+        ({"advantage_estimator": "grpo", "critic": "none", "samples_per_prompt": 1, "prompts_per_iteration": 128}, 2, ["at least 2"]),
+        ({"reward": None}, 2, ["there is no reward"]),
+        ({"prompt_data": "/nowhere.jsonl"}, 2, ["/nowhere.jsonl"]),
+        ({"model_path": "/nowhere"}, 2, ["/nowhere", "config.json"]),
+        ({"rollout_world_size": 0}, 2, ["rollout_world_size = 0"]),
+        ({"sequence_parallel": True}, 2, ["sequence_parallel", "tensor_model_parallel_size"]),
+        ({"virtual_pipeline_model_parallel_size": 2}, 2, ["pipeline_model_parallel_size"]),
+        ({"kl_controller": "adaptive"}, 2, ["kl_coef"]),
+        ({"max_tokens_per_micro_batch": 100}, 2, ["100", "1024"]),
+    ],
+)
+def test_b70_b99_b39_each_fault_gives_fact_numbers_and_remedy(
+    files: dict[str, object], fields: dict[str, object], world_size: int, parts: list[str]
+) -> None:
+    with pytest.raises(ValueError) as error:
+        Config().replace(**(files | fields)).validate(world_size)
+    for part in parts:
+        assert part in str(error.value), str(error.value)
+
+
+def test_an_unknown_field_name_is_a_programming_error() -> None:
+    with pytest.raises(TypeError, match="clip_gradd"):
+        Config().replace(clip_gradd=1.0)
