@@ -48,8 +48,7 @@ def device() -> torch.device:
         return torch.device("cuda", 0)
     if local_rank >= count:
         raise ValueError(
-            f"LOCAL_RANK {local_rank} has no GPU: this node shows {count}. "
-            f"Start at most {count} ranks here, or widen CUDA_VISIBLE_DEVICES"
+            f"LOCAL_RANK {local_rank} has no GPU: this node shows {count}. Start at most {count} ranks here, or widen CUDA_VISIBLE_DEVICES"
         )
     return torch.device("cuda", local_rank)
 
@@ -181,9 +180,7 @@ def prepare_megatron() -> None:
         )
     if not has_cuda():
         if "megatron.core" in sys.modules:
-            raise RuntimeError(
-                "megatron.core was imported before device.prepare_megatron(), which it needs on a machine without CUDA"
-            )
+            raise RuntimeError("megatron.core was imported before device.prepare_megatron(), which it needs on a machine without CUDA")
         _install_stand_ins()
     # Tensor-parallel overlap on a GPU needs one hardware queue, and megatron warns where this is not set.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -211,6 +208,9 @@ def _filter_runtime_warnings() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, message=r".*(reduce_scatter_tensor|all_gather_into_tensor)")
     # megatron's optimizer looks at ``.grad`` of its own shards of a parameter, which are not leaves.
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed")
+    # Said to everybody who recomputes attention; it is about an attention that is not there.
+    if not has_transformer_engine():
+        warnings.filterwarnings("ignore", message=r"If you are using transformer_engine as the transformer implementation, the core_attn")
 
 
 @contextlib.contextmanager

@@ -31,6 +31,33 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """``model_type`` of the Hugging Face configs that are understood."""
 
+NOT_OVERRIDABLE = frozenset(
+    {
+        "activation_func_clamp_value",
+        "apply_query_key_layer_scaling",
+        "attention_output_gate",
+        "experimental_attention_variant",
+        "glu_linear_offset",
+        "heterogeneous_block_specs",
+        "is_hybrid_model",
+        "layernorm_zero_centered_gamma",
+        "mtp_num_layers",
+        "multi_latent_attention",
+        "no_rope_freq",
+        "num_moe_experts",
+        "pipeline_model_parallel_layout",
+        "qk_clip",
+        "qk_l2_norm",
+        "rotary_interleaved",
+        "softmax_scale",
+        "softmax_type",
+        "transformer_impl",
+        "window_size",
+    }
+)
+"""Fields that make another network, or another split of it, than the families and the resharding layouts know (beside those that are
+set from the model and the parallel section)."""
+
 
 def transformer_config(hf_config: Any, config: Config) -> TransformerConfig:
     """The TransformerConfig of every role of this run that has ``hf_config``'s architecture.
@@ -223,8 +250,8 @@ def _parse_overrides(overrides: dict[str, str], fixed: dict[str, Any]) -> dict[s
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; perhaps you meant {near[0]}" if near else ""
             raise ValueError(f"transformer_overrides: megatron-core's TransformerConfig has no field {name!r}{hint}")
-        if name in fixed:
-            raise ValueError(f"transformer_overrides: {name} follows from the model or from another field of the configuration")
+        if name in fixed or name in NOT_OVERRIDABLE:
+            raise ValueError(f"transformer_overrides: {name} follows from the model or from another field, and cannot be overridden")
         parsed[name] = _parse(name, text, hints[name])
     return parsed
 
