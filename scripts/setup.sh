@@ -38,7 +38,7 @@ base() {
     echo "setup: installing (some minutes, about 4 GB)"
     pip_install -r requirements/torch.txt
     pip_install --no-deps -r requirements/cpu.txt
-    pip_install --no-deps --no-build-isolation --editable .
+    PYTHONWARNINGS=ignore pip_install --no-deps --no-build-isolation --editable .  # the backend warns of editable installs as such
 }
 
 install base base
