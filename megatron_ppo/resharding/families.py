@@ -39,11 +39,13 @@ class FamilySpec:
     """Head size that transformers assumes where config.json has no ``head_dim`` key. None: hidden_size / num_attention_heads."""
     sliding_window_switch: str | None = None
     """Config key that must be true for ``sliding_window`` to have effect."""
+    default_sliding_window: int | None = None
+    """Window that transformers assumes where config.json has no ``sliding_window`` key."""
 
 
 FAMILIES: dict[str, FamilySpec] = {
     "llama": FamilySpec(),
-    "mistral": FamilySpec(),
+    "mistral": FamilySpec(default_sliding_window=4096),
     "qwen2": FamilySpec(has_qkv_bias=True, sliding_window_switch="use_sliding_window"),
     "qwen3": FamilySpec(has_qk_norm=True, default_head_dim=128, sliding_window_switch="use_sliding_window"),
 }
@@ -289,6 +291,8 @@ def _rope(config: Mapping[str, object]) -> tuple[float, tuple[tuple[str, float |
 
 def _sliding_window(config: Mapping[str, object], spec: FamilySpec) -> int | None:
     switch = spec.sliding_window_switch
+    if "sliding_window" not in config and switch is None:
+        return spec.default_sliding_window
     if config.get("sliding_window") is None or (switch is not None and not config.get(switch, False)):
         return None
     return _integer(config, "sliding_window")

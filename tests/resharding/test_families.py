@@ -49,6 +49,24 @@ def test_raw_json_and_transformers_object_agree(tmp_path: Path, family: str) -> 
     assert set(CLASSES) == set(FAMILIES)
 
 
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_an_absent_key_means_what_transformers_takes_it_for_or_is_refused(tmp_path: Path, family: str) -> None:
+    file = make_toy(tmp_path, family, head_dim=16) / "config.json"
+    full = json.loads(file.read_text())
+    refused: dict[str, str] = {}
+    for key in sorted(full.keys() - {"model_type"}):
+        file.write_text(json.dumps({k: v for k, v in full.items() if k != key}))
+        try:
+            network = network_shape(tmp_path)
+        except ValueError as error:
+            refused[key] = str(error)
+            continue
+        assert network == network_shape(AutoConfig.from_pretrained(tmp_path)), key
+    sizes = {"hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers", "vocab_size"}
+    assert all(key in message for key, message in refused.items())
+    assert refused.keys() == sizes | ({"num_key_value_heads"} if family != "llama" else set())
+
+
 def test_b05_llama_gains_no_bias_and_qwen2_none_on_o_proj() -> None:
     assert not [t.name for t in canonical_tensors(tiny("llama")) if t.name.endswith("bias")]
     biases = {t.name.split(".")[-2] for t in canonical_tensors(tiny("qwen2")) if t.name.endswith("bias")}
