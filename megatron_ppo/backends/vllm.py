@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
 _GIB = 2**30
+_SAME_KERNEL_ROWS = 4
 
 _NOISE = (
     "The global random seed is set to",  # put back by ``_start_up``
@@ -285,13 +286,25 @@ def _plain_cpu_linear() -> Iterator[None]:
     original = utils.dispatch_cpu_unquantized_gemm
 
     def keep_weight(layer: Any, remove_weight: bool) -> None:
-        layer.cpu_linear = nn.functional.linear
+        layer.cpu_linear = _linear
 
     utils.dispatch_cpu_unquantized_gemm = keep_weight
     try:
         yield
     finally:
         utils.dispatch_cpu_unquantized_gemm = original
+
+
+def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``rows`` [tokens, in] times ``weight``, each row as in any larger batch, bit for bit.
+
+    For fewer than four fp32 rows MKL takes another kernel, whose last bits differ: a sample would depend on how many others run
+    along. Zero rows are added instead; from four rows on results were seen not to depend on their number.
+    """
+    num_rows = rows.shape[0]
+    if num_rows < _SAME_KERNEL_ROWS:
+        rows = nn.functional.pad(rows, (0, 0, 0, _SAME_KERNEL_ROWS - num_rows))
+    return nn.functional.linear(rows, weight, bias)[:num_rows]
 
 
 @contextmanager

@@ -62,7 +62,7 @@ class ActorCritic(nn.Module, ActorRole, CriticRole):
         )
         return RoleOutput(log_probs=log_probs, entropy=entropy, values=None if self.score is None else apply_value_head(self.score, hidden))
 
-    def computeapply_value_head(self, batch: MicroBatch) -> Tensor:
+    def compute_values(self, batch: MicroBatch) -> Tensor:
         """Values [b, T] fp32. ``RuntimeError`` without a critic."""
         if self.score is None:
             raise RuntimeError('this ActorCritic has no value head: build it with critic="shared", or use a Critic')
@@ -105,7 +105,7 @@ class Critic(nn.Module, CriticRole):
         """Values alone."""
         return RoleOutput(values=self.compute_values(batch))
 
-    def computeapply_value_head(self, batch: MicroBatch) -> Tensor:
+    def compute_values(self, batch: MicroBatch) -> Tensor:
         """Values [b, T] fp32."""
         return apply_value_head(self.score, self.trunk(input_ids=batch.tokens, use_cache=False).last_hidden_state)
 

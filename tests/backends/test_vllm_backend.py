@@ -18,6 +18,7 @@ from spawn import run_ranks
 from toy_models import make_toy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from megatron_ppo.backends.hf import HFBackend
 from megatron_ppo.backends.vllm import VLLMBackend
 from megatron_ppo.config import Config
 from megatron_ppo.resharding.families import network_shape
@@ -26,7 +27,7 @@ from megatron_ppo.resharding.vllm_layout import vllm_layout
 from megatron_ppo.roles.actor_critic import cut_logits
 from megatron_ppo.types import Completion, Sampling
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SIZES: dict[str, Any] = {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "ffn": 96, "vocab_size": 130}
 PROMPTS = [[1, 5, 7], [3, 2, 5, 6, 7, 8], [9], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]]
@@ -105,6 +106,8 @@ def _observe_one(rank: int, world_size: int, folder: str, other: str, tied: str)
     found["first"] = backend.generate(PROMPTS, SAMPLING, SEEDS)
     found["state kept by generate"] = state == _random_state()
     _observe_log_probs(backend, model, found)
+    plain, greedy = HFBackend(_config(folder), seed=5, load_weights=True), replace(SAMPLING, greedy=True)
+    found["greedy"] = backend.generate(PROMPTS, greedy, SEEDS), plain.generate(PROMPTS, greedy, SEEDS)
     _observe_seeds(backend, found)
     _observe_stops(backend, found)
     found["refusals"] = _observe_refusals(backend)
@@ -280,13 +283,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def one(folders: dict[str, str]) -> dict[str, Any]:
-    return run_ranks(_observe_one, 1, folders["llama"], folders["other"], folders["qwen3"], timeout_s=240)[0]
+    return run_ranks(_observe_one, 1, folders["llama"], folders["other"], folders["qwen3"], timeout_s=500)[0]
 
 
 @pytest.fixture(scope="module")
 def two(folders: dict[str, str]) -> list[dict[str, Any]]:
     families = {name: folders[name] for name in ("llama", "qwen2", "qwen3")}
-    return run_ranks(_observe_two, 2, families, timeout_s=280)
+    return run_ranks(_observe_two, 2, families, timeout_s=500)
 
 
 def test_start_leaves_the_process_as_it_was(one: dict[str, Any]) -> None:
@@ -305,6 +308,13 @@ def test_b32_log_probs_are_hugging_faces_at_the_sampling_temperature(one: dict[s
     assert one["errors"].keys() == {"T 0.5", "T 1.0", "T 1.3", "greedy", "top_k", "top_p", "both"}
     assert max(one["errors"].values()) < 1e-5, one["errors"]
     assert one["greedy is argmax"]
+
+
+def test_hf_backend_answers_greedily_as_vllm(one: dict[str, Any]) -> None:
+    engine, plain = one["greedy"]
+    assert [c.token_ids for c in engine] == [c.token_ids for c in plain]
+    difference = torch.tensor([c.log_probs for c in engine]) - torch.tensor([c.log_probs for c in plain])
+    assert difference.abs().max() < 1e-5
 
 
 def test_b36_as_many_log_probs_as_ids(one: dict[str, Any]) -> None:
@@ -399,7 +409,7 @@ def test_tensor_parallel_samples_the_same(one: dict[str, Any], two: list[dict[st
 
 def test_four_ranks_share_two_key_value_heads(tmp_path: Path) -> None:
     folder = str(make_toy(tmp_path / "qwen2", "qwen2", **SIZES))
-    found = run_ranks(_observe_four, 4, folder, timeout_s=280)
+    found = run_ranks(_observe_four, 4, folder, timeout_s=500)
     assert all(rank["layout is loader's"] for rank in found)
     assert all(rank["completions"] == found[0]["completions"] for rank in found)
     assert found[0]["error"] < 1e-5

@@ -1,0 +1,174 @@
+"""HFBackend: the same meanings as vLLM's, with a cache that changes nothing and seeds that belong to the request."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toy_models import make_toy
+from transformers import AutoModelForCausalLM
+
+from megatron_ppo.backends.hf import HFBackend
+from megatron_ppo.backends.inference_checks import check_layout
+from megatron_ppo.config import Config
+from megatron_ppo.resharding.layout import RankLayout
+from megatron_ppo.types import Sampling
+
+PROMPTS = [[1, 5, 7], [3, 2, 5, 6, 7, 8], [9], list(range(11, 21))]
+SEEDS = [101, 102, 103, 104]
+SAMPLING = Sampling(max_response_length=8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toy(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="module")
+def tied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toy(tmp_path_factory.mktemp("models") / "qwen3", "qwen3", tied=True)
+
+
+def config(folder: Path, **fields: object) -> Config:
+    return Config().replace(**{"model_path": str(folder), "max_prompt_length": 32, "max_response_length": 8, **fields})
+
+
+@pytest.fixture(scope="module")
+def backend(folder: Path) -> HFBackend:
+    return HFBackend(config(folder), seed=1, load_weights=True)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"temperature": 0.5}, {"temperature": 1.3}, {"top_k": 5}, {"top_p": 0.5}, {"greedy": True, "temperature": 0.5}]
+)
+def test_b32_log_probs_are_of_the_distribution_drawn_from(backend: HFBackend, folder: Path, changes: dict[str, Any]) -> None:
+    """Against whole forward passes without cache or padding, and a cut of the distribution written out here."""
+    sampling = replace(SAMPLING, **changes)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for prompt, response in zip(PROMPTS, backend.generate(PROMPTS, sampling, SEEDS), strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + response.token_ids])).logits[0, len(prompt) - 1 : -1].double()
+        for row, token, log_prob in zip(logits, response.token_ids, response.log_probs, strict=True):
+            probabilities = (row / (1.0 if sampling.greedy else sampling.temperature)).softmax(-1)
+            ranked = probabilities.sort(descending=True)
+            before = ranked.values.cumsum(-1) - ranked.values
+            kept = ranked.indices[(before < sampling.top_p) & (torch.arange(130) < (sampling.top_k if sampling.top_k > 0 else 130))]
+            assert token in kept.tolist()
+            assert abs(log_prob - float((probabilities[token] / probabilities[kept].sum()).log())) < 1e-5
+            assert not sampling.greedy or token == int(ranked.indices[0])
+
+
+def test_b42_a_response_depends_on_its_seed_and_not_on_its_company(backend: HFBackend) -> None:
+    first = backend.generate(PROMPTS, SAMPLING, SEEDS)
+    for prompt, seed, response in zip(PROMPTS, SEEDS, first, strict=True):
+        (alone,) = backend.generate([prompt], SAMPLING, [seed])
+        assert alone.token_ids == response.token_ids
+        assert torch.allclose(torch.tensor(alone.log_probs), torch.tensor(response.log_probs), atol=1e-5)
+    assert backend.generate(PROMPTS[::-1], SAMPLING, SEEDS[::-1])[::-1][0].token_ids == first[0].token_ids
+    assert len({tuple(c.token_ids) for c in backend.generate([PROMPTS[0]] * 8, SAMPLING, list(range(8)))}) == 8
+    assert backend.generate([], SAMPLING, []) == []
+
+
+def test_b34_b40_any_stop_id_ends_a_response_and_belongs_to_it(backend: HFBackend) -> None:
+    free = [c.token_ids for c in backend.generate(PROMPTS, SAMPLING, SEEDS)]
+    stops = {free[0][0], free[1][3]}
+    stopped = backend.generate(PROMPTS, replace(SAMPLING, stop_token_ids=frozenset(stops)), SEEDS)
+    for response, ids in zip(stopped, free, strict=True):
+        end = next((i + 1 for i, token in enumerate(ids) if token in stops), None)
+        assert response.token_ids == ids[:end] and len(response.log_probs) == len(response.token_ids)
+        assert response.truncated == (end is None)
+    assert len(stopped[0].token_ids) == 1
+
+
+def test_b28_no_sampling_before_all_weights_came(folder: Path) -> None:
+    backend = HFBackend(config(folder), seed=1)
+    with pytest.raises(RuntimeError, match="no weights yet"):
+        backend.generate(PROMPTS, SAMPLING, SEEDS)
+    state = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    for name, tensor in backend.weights().items():
+        if name != "model.norm.weight":
+            tensor.copy_(state[name])
+    with pytest.raises(RuntimeError, match=r"1 parameter\(s\).*model\.norm\.weight"):
+        backend.after_weight_update()
+    backend.weights()["model.norm.weight"].copy_(state["model.norm.weight"])
+    backend.after_weight_update()
+    loaded = HFBackend(config(folder), seed=1, load_weights=True)
+    synced, read = (b.generate(PROMPTS, SAMPLING, SEEDS) for b in (backend, loaded))
+    assert [c.token_ids for c in synced] == [c.token_ids for c in read]
+
+
+def test_writing_into_the_weights_takes_effect_at_once(folder: Path) -> None:
+    backend = HFBackend(config(folder), seed=1, load_weights=True)
+    head = backend.weights()["lm_head.weight"]
+    head.zero_()
+    responses = backend.generate(PROMPTS, SAMPLING, SEEDS)
+    uniform = -float(torch.tensor(130.0).log())
+    assert all(abs(log_prob - uniform) < 1e-6 for response in responses for log_prob in response.log_probs)
+
+
+def test_tied_weights_appear_once_and_load_by_either_list(tied_folder: Path) -> None:
+    backend = HFBackend(config(tied_folder), seed=1)
+    model = AutoModelForCausalLM.from_pretrained(tied_folder)
+    assert "lm_head.weight" not in backend.weights()
+    assert backend.shard_bytes() == sum(4 * p.numel() for p in model.parameters())
+    backend.load_hf_weights(list(model.state_dict().items()))  # lists lm_head.weight too
+    backend.load_hf_weights(list(model.named_parameters()))
+    assert all(torch.equal(tensor, model.get_parameter(name)) for name, tensor in backend.weights().items())
+
+
+def test_the_loader_refuses_what_it_cannot_place(folder: Path) -> None:
+    backend = HFBackend(config(folder), seed=1)
+    state = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    with pytest.raises(ValueError, match=r"no weight called 'model\.extra'"):
+        backend.load_hf_weights([*state.items(), ("model.extra", torch.zeros(1))])
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \[64\].*\[65\]"):
+        backend.load_hf_weights(list((state | {"model.norm.weight": torch.zeros(65)}).items()))
+    with pytest.raises(RuntimeError, match="lm_head"):
+        backend.load_hf_weights([(name, tensor) for name, tensor in state.items() if name != "lm_head.weight"])
+
+
+def test_bf16_weights_are_rounded_once(folder: Path) -> None:
+    """B31: an fp32 tensor arrives as its bf16 rounding, bit for bit."""
+    backend = HFBackend(config(folder, rollout_dtype="bfloat16"), seed=1)
+    state = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    backend.load_hf_weights(list(state.items()))
+    assert all(torch.equal(tensor, state[name].to(torch.bfloat16)) for name, tensor in backend.weights().items())
+
+
+def test_bad_requests_and_sizes_are_refused(backend: HFBackend, folder: Path, tmp_path: Path) -> None:
+    for arguments, message in [
+        (([[]], SAMPLING, [1]), "prompt 0 has no tokens"),
+        (([[1] * 33], SAMPLING, [1]), "33 tokens.*8.*40"),
+        (([[1], [2]], SAMPLING, [1]), "2 prompts came with 1 seeds"),
+        (([[1]], SAMPLING, [-1]), "-1"),
+        (([[1]], replace(SAMPLING, temperature=0.0), [1]), "greedy=True"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            backend.generate(*arguments)
+    with pytest.raises(ValueError, match="rollout_tensor_parallel_size is 2"):
+        HFBackend(config(folder, rollout_tensor_parallel_size=2, rollout_world_size=2), seed=1)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        HFBackend(config(tmp_path), seed=1)
+    closed = HFBackend(config(folder), seed=1)
+    closed.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        closed.weights()
+
+
+def test_parameters_that_do_not_lie_as_planned_are_named() -> None:
+    layout = RankLayout(blocks=(), shapes={"absent": (2,), "shape": (2, 3), "dtype": (2,), "strides": (2, 3), "good": (1,)})
+    live = {
+        "shape": torch.zeros(3, 2),
+        "dtype": torch.zeros(2, dtype=torch.int8),
+        "strides": torch.zeros(3, 2).t(),
+        "unplanned": torch.zeros(1),
+        "good": torch.zeros(1),
+    }
+    with pytest.raises(RuntimeError) as caught:
+        check_layout(live, layout, torch.float32)
+    text = str(caught.value)
+    assert text.startswith("5 parameter(s)") and "good" not in text
+    assert all(name in text for name in ("absent", "shape [3, 2]", "torch.int8", "strides (1, 2)", "unplanned"))
