@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -169,3 +171,9 @@ def test_b70_b99_b39_each_fault_gives_fact_numbers_and_remedy(
 def test_an_unknown_field_name_is_a_programming_error() -> None:
     with pytest.raises(TypeError, match="clip_gradd"):
         Config().replace(clip_gradd=1.0)
+
+
+def test_the_configuration_page_says_what_the_program_says() -> None:
+    script = Path(__file__).parent.parent / "scripts" / "configuration_page.py"
+    result = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
