@@ -62,6 +62,7 @@ def single(models: dict[str, str]) -> Results:
         "tied": Case(fields(models, "tied")),
         "tied critic": Case(tied_critic(models), roles=("actor", "critic")),
         "recompute": Case(fields(models, recompute_granularity="full")),
+        "recompute attention": Case(fields(models, recompute_granularity="selective")),
         "one by one": Case(fields(models), micro_batch_size=1),
         "two by two": Case(fields(models), micro_batch_size=2),
         "all at once": Case(fields(models), micro_batch_size=8),
@@ -72,6 +73,7 @@ def single(models: dict[str, str]) -> Results:
         "adam": Case(adam(models)),
         "adam, not sharded": Case(adam(models, use_distributed_optimizer=False)),
         "bf16": Case(adam(models, params_dtype="bfloat16")),
+        "bf16, not sharded": Case(adam(models, params_dtype="bfloat16", use_distributed_optimizer=False)),
         "one step": Case(fields(models, "qwen2"), num_steps=1),
         "one step with decay": Case(fields(models, "qwen2", weight_decay=0.5), num_steps=1),
         "no clipping": Case(fields(models, clip_grad=0.0)),
@@ -125,7 +127,7 @@ def two_ranks(models: dict[str, str], exports: dict[str, Path]) -> list[Results]
     return run_ranks(run_cases, 2, cases, timeout_s=300)
 
 
-@pytest.mark.parametrize("split", ["one by one", "two by two", "all at once", "dummies", "recompute"])
+@pytest.mark.parametrize("split", ["one by one", "two by two", "all at once", "dummies", "recompute", "recompute attention"])
 def test_b60_b66_the_split_into_micro_batches_changes_nothing(single: Results, split: str) -> None:
     """B60, B66: 8x1, 4x2, 1x8 and 4x2 with dummies learn what 2x4 learns; so does recomputing activations."""
     assert_same(single[split], single["llama"])
@@ -167,6 +169,7 @@ def test_adam_with_and_without_the_distributed_optimizer(single: Results, two_ra
 
 def test_bf16_runs_and_stays_near(single: Results) -> None:
     near, exact = single["bf16"], single["adam"]
+    assert_same(single["bf16, not sharded"], near)
     assert difference(near["before"], exact["before"]) < 0.1
     for (report, changed), (truth, _) in zip(near["steps"]["actor"], exact["steps"]["actor"], strict=True):
         assert changed and report.grad_norm == pytest.approx(truth.grad_norm, rel=0.05)
@@ -263,6 +266,10 @@ def four_ranks(models: dict[str, str]) -> list[Results]:
         "dp2 pp2 adam": Case(adam(models, **pp2, overlap_grad_reduce=True), micro_batch_size=2),
         "cp2 tp2": Case(fields(models, context_parallel_size=2, **tp2, sequence_parallel=True)),
         "cp2 pp2": Case(all_roles(models, context_parallel_size=2, **pp2), roles=("actor", "critic"), micro_batch_size=2),
+        "cp2 vpp2": Case(
+            fields(models, "qwen3", context_parallel_size=2, virtual_pipeline_model_parallel_size=2, **pp2), micro_batch_size=2
+        ),
+        "dp2 vpp2 adam": Case(adam(models, virtual_pipeline_model_parallel_size=2, overlap_grad_reduce=True, **pp2), micro_batch_size=2),
         "cp2 dp2": Case(fields(models, context_parallel_size=2)),
         "dp2 pp2 bf16": Case(adam(models, params_dtype="bfloat16", **pp2), micro_batch_size=2),
     }
@@ -284,6 +291,7 @@ FOUR_RANKS = {
     "dp2 pp2 uneven": "tied",
     "cp2 tp2": "llama",
     "cp2 pp2": "all roles",
+    "cp2 vpp2": "qwen3",
     "cp2 dp2": "llama",
 }
 """Case of four ranks -> what one process does."""
@@ -300,7 +308,8 @@ def test_four_ranks_equal_one(single: Results, four_ranks: list[Results], case: 
 def test_adam_and_bf16_on_four_ranks_stay_near_one(single: Results, four_ranks: list[Results]) -> None:
     for results in four_ranks:
         assert_same(results["dp2 tp2 adam"], single["adam"], weights=1e-3, outputs=1e-2)
-        assert_same(results["dp2 pp2 adam"], single["adam"], weights=1e-4, outputs=1e-3)
+        for case in ("dp2 pp2 adam", "dp2 vpp2 adam"):
+            assert_same(results[case], single["adam"], weights=1e-4, outputs=1e-3)
         assert difference(results["dp2 pp2 bf16"]["before"], single["bf16"]["before"]) < 0.05
 
 
