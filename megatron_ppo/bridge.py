@@ -192,5 +192,5 @@ def _make_group(store: dist.Store, rank: int, size: int, device: torch.device, t
         backend = dist.ProcessGroupNCCL(store, rank, size, options)
     backend._set_sequence_number_for_group()
     group._set_default_backend(kind)
-    group._register_backend(device, kind, backend)
+    group._register_backend(torch.device(device.type), kind, backend)
     return group

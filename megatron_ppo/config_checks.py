@@ -158,6 +158,8 @@ def _algorithm(config: Config) -> Iterator[str]:
             f"advantage_estimator = {a.advantage_estimator} compares the responses to one prompt, but samples_per_prompt = "
             f"{r.samples_per_prompt}; it must be at least 2"
         )
+    if config.optimizer.optimizer == "sgd" and config.parallel.use_distributed_optimizer:
+        yield "optimizer = sgd cannot be sharded by megatron-core; set use_distributed_optimizer to false"
     if a.dual_clip_ratio is not None and a.dual_clip_ratio <= 1:
         yield f"dual_clip_ratio = {a.dual_clip_ratio} must be above 1 (arXiv:1912.09729)"
     if a.kl_controller == "adaptive" and a.kl_coef == 0:

@@ -116,7 +116,7 @@ class DataBus:
             self._world.store.set(f"data_bus/{self._world.global_rank}", f"{host}:{self._server.port}")
         chunks = [data[i : i + CHUNK_BYTES] for i in range(0, len(data), CHUNK_BYTES)]
         for i, chunk in enumerate(chunks):
-            self._server.set(f"{key}/{i}", chunk)
+            self._server.set(f"{key}/{i}", chunk)  # type: ignore[arg-type]  # bytes are taken, whatever the stub says
         self._num_chunks[key] = len(chunks)
         self._server.set(f"{key}/size", str(len(chunks)))  # last: its presence means that all chunks are there
 

@@ -14,7 +14,7 @@ from megatron_ppo.config import AlgorithmConfig
 from megatron_ppo.types import Experience, TrajectoryBatch
 
 
-def make_experience(  # noqa: PLR0917  # the order of the iteration: sampled, scored, configured
+def make_experience(  # the order of the iteration: sampled, scored, configured
     trajectories: TrajectoryBatch,
     old_log_probs: Tensor,
     values: Tensor | None,

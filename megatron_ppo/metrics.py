@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Literal, Protocol
 
 from rich.console import Console
 from rich.markup import escape
@@ -151,13 +151,14 @@ class WandbSink:
     def __init__(self, config: Config, folder: Path) -> None:
         import wandb  # an optional extra
 
-        if config.logging.wandb_mode == "online" and not os.environ.get("WANDB_API_KEY") and wandb.api.api_key is None:
+        mode: Literal["online", "offline"] = "online" if config.logging.wandb_mode == "online" else "offline"
+        if mode == "online" and not os.environ.get("WANDB_API_KEY") and wandb.api.api_key is None:
             raise RuntimeError("wandb_mode = online needs a key: run `wandb login`, or set WANDB_API_KEY, or use offline")
         self._run = wandb.init(
             project=config.logging.wandb_project,
             name=folder.name,
             dir=str(folder),
-            mode=config.logging.wandb_mode,
+            mode=mode,
             config=dataclasses.asdict(config),
             settings=wandb.Settings(console="off", silent=True),
         )

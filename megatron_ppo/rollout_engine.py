@@ -51,7 +51,9 @@ class RolloutWorker:
         executor: ReshardExecutor,
         tokenizer: Tokenizer,
         stop_token_ids: frozenset[int],
+        rewards: RewardPool | None,
     ) -> None:
+        """``rewards`` is the function reward; None on ranks that are not their replica's head, or where a reward model alone scores."""
         self.version: int | None = None
         """Version of the weights that are loaded; None while a sync is under way or after one broke: nothing may be sampled then."""
         self._config = config
@@ -67,12 +69,7 @@ class RolloutWorker:
             top_k=config.rollout.top_k,
             stop_token_ids=stop_token_ids,
         )
-        wants_pool = world.is_head and config.data.reward is not None
-        self._rewards = (
-            RewardPool(config.data.reward, num_workers=config.data.reward_num_workers, timeout_s=config.data.reward_timeout_s)
-            if wants_pool
-            else None
-        )
+        self._rewards = rewards
         self._previous: list[DataHandle] = []
         self._refit: dict[str, list[float]] = {}
 

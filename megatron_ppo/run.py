@@ -27,6 +27,7 @@ from megatron_ppo.metrics import MetricsWriter
 from megatron_ppo.prompts import PromptSet, load_prompts
 from megatron_ppo.resharding.executor import Parameters, ReshardExecutor, compare_descriptions
 from megatron_ppo.resharding.families import network_shape
+from megatron_ppo.reward_pool import RewardPool
 from megatron_ppo.rollout_engine import RolloutWorker
 from megatron_ppo.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, stop_token_ids
 from megatron_ppo.training_engine import TrainingEngine
@@ -86,12 +87,16 @@ class Run:
 
     def rollout(self) -> None:
         """A rollout rank's whole run."""
-        config = self._config
+        config, data = self._config, self._config.data
+        with self._watchdog.phase("start-up: reward"):
+            rewards = None
+            if data.reward is not None and self._world.is_head:
+                rewards = RewardPool(data.reward, num_workers=data.reward_num_workers, timeout_s=data.reward_timeout_s)
         with self._watchdog.phase("start-up: inference engine"):
             backend = self._inference_backend()
         context, executor = self._connect(destinations=backend.weights())
         stops = stop_token_ids(self._tokenizer, Path(config.model.model_path), config)
-        worker = RolloutWorker(config, self._world, self._bus, backend, executor, self._tokenizer, stops)
+        worker = RolloutWorker(config, self._world, self._bus, backend, executor, self._tokenizer, stops, rewards)
         self._loop(RolloutController(context, worker))
         with self._watchdog.phase("closing"):
             worker.close()

@@ -1,12 +1,14 @@
 """TrainingEngine: the authoritative weights, and everything that is computed with them.
 
-Steps 3 and 5 of the iteration, on the training mesh. It cuts batches into each data-parallel replica's micro-batches, lets the backend run
-them, and puts the results together again, so that what it returns is the whole batch on every rank: experience.py and ppo.py know no topology.
+Steps 3 and 5 of the iteration, on the training mesh. It cuts batches into each data-parallel replica's micro-batches, lets the backend
+run them, and puts the results together again, so that what it returns is the whole batch on every rank: experience.py and ppo.py know
+no topology.
 Which framework trains is the backend's matter; when what is asked is the controller's.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -155,7 +157,8 @@ def _mean_of_steps(results: dict[str, list[StepResult]]) -> dict[str, float]:
             values = [step.metrics[name] for step in steps if name in step.metrics]
             metrics[name] = sum(values) / len(values)
         if steps:
-            metrics[f"{prefix}grad_norm"] = sum(step.grad_norm for step in steps) / len(steps)
+            norms = [step.grad_norm for step in steps if not step.skipped]
+            metrics[f"{prefix}grad_norm"] = sum(norms) / len(norms) if norms else math.nan
             metrics[f"{prefix}lr"] = steps[-1].lr
             metrics[f"{prefix}skipped_steps"] = float(sum(step.skipped for step in steps))
     return metrics

@@ -45,12 +45,14 @@ _START_UP_PATIENCE = 10.0
 """Importing and building models may hold the interpreter lock, and with it the heart, for seconds."""
 _UNSEEN_LIMIT_S = 600.0
 """How long a rank may take to its first beat; before it, its launcher is who watches it."""
-_ALERT_POLL_S = 0.1
+_ALERT_POLL_S = 0.2
 _EARS_POLL_S = 0.25
 _HOST_LINGERS_S = 3.0
 """How long rank 0 keeps the store up after a verdict, so that the others can read it."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _NOT_A_SIGNAL = b"\0"
+_RAISED_IN = "_megatron_ppo_phase"
+"""Attribute of an exception: the innermost phase it came out of."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +141,8 @@ class Watchdog:
         self._timeout_s = heartbeat_timeout_s
         self._poll_s = poll_s
         self._store = world.connect(timeout_s=heartbeat_timeout_s)
-        self._phase: tuple[str, float] = (START_UP, _START_UP_PATIENCE)
-        self._raised_in: tuple[int, str] | None = None
+        self._phase = (START_UP, _START_UP_PATIENCE)
+        self._stack = [self._phase]
         self._count = 0
         self._listens_to = range(1, world.world_size) if world.global_rank == 0 else range(1)
         self._seen: list[int] = []
@@ -181,7 +183,7 @@ class Watchdog:
 
     @property
     def current_phase(self) -> str:
-        """Name of the innermost phase."""
+        """Name of the innermost phase, or of the one that the last error left."""
         return self._phase[0]
 
     @contextlib.contextmanager
@@ -193,16 +195,20 @@ class Watchdog:
         """
         if patience is None:
             patience = _START_UP_PATIENCE if name.startswith(START_UP) else 1.0
-        before, self._phase = self._phase, (name, patience)
+        here = (name, patience)
+        self._stack.append(here)
+        self._phase = here
         self._wake.set()
+        raised_in: tuple[str, float] | None = None
         try:
             yield
         except BaseException as error:
-            if self._raised_in is None or self._raised_in[0] != id(error):
-                self._raised_in = (id(error), name)  # the innermost phase; the id, because the error itself would keep tensors alive
+            raised_in = vars(error).setdefault(_RAISED_IN, here)
             raise
         finally:
-            self._phase = before
+            self._stack.pop()
+            # An error keeps the phase that it left until another phase begins or ends, so that a rank which fails is not seen elsewhere.
+            self._phase = raised_in or self._stack[-1]
             self._wake.set()
 
     def fail(self, error: BaseException) -> NoReturn:
@@ -211,7 +217,7 @@ class Watchdog:
         An error of a collective usually only means that somebody else is gone, so it is held back until the others have had the time
         to say so: what all ranks print is the first cause.
         """
-        phase = self._raised_in[1] if self._raised_in is not None and self._raised_in[0] == id(error) else self.current_phase
+        phase = vars(error).get(_RAISED_IN, self._stack[-1])[0]
         text = "".join(traceback.format_exception_only(error)).strip()
         held_back_until = time.monotonic() + (self._timeout_s + 2 * self._poll_s if _is_echo(error) else 0.0)
         verdict = Verdict("failed", self._world.global_rank, phase, text)

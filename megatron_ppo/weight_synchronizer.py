@@ -84,8 +84,9 @@ class WeightSynchronizer:
             stats = self._executor.send(weights)
         else:
             stats = destinations.set_weights(handle)
+            weights = destinations.live_weights()
         if version == 0 or self._verify_always:
-            self._prove(version, weights if self._world.is_training else destinations.live_weights())
+            self._prove(version, weights)
         return SyncStats(version, stats.bytes_sent, stats.bytes_received, time.monotonic() - started)
 
     def _prove(self, version: int, weights: dict[str, Tensor]) -> None:

@@ -43,7 +43,7 @@ They are checked on every rank before any process group or model exists; all fau
 |---|---|
 | world size = TP x PP x CP x DP + rollout_world_size | training ranks come first; DP is what is left |
 | rollout_world_size = replicas x rollout_tensor_parallel_size | each replica is one vLLM engine |
-| attention heads divide by both tensor-parallel sizes; key/value heads divide them or are divided by them | heads are split whole, or replicated whole |
+| both tensor-parallel sizes divide the attention heads, and divide the key/value heads or are multiples of them | heads stay whole |
 | layers divide by PP x virtual PP | every chunk has the same number |
 | prompts_per_iteration x samples_per_prompt is a multiple of global_batch_size | whole optimizer steps |
 | global_batch_size is a multiple of DP | whole shares |

@@ -18,18 +18,17 @@ from megatron_ppo.config_io import parse_arguments, read_yaml, write_config
 FIELDS = set(
     """
     model_path tokenizer_path critic critic_path reward_model_path params_dtype transformer_impl make_vocab_size_divisible_by
-    recompute_granularity transformer_overrides trust_remote_code
-    tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size context_parallel_size sequence_parallel
-    use_distributed_optimizer overlap_grad_reduce rollout_world_size rollout_tensor_parallel_size distributed_timeout_minutes
-    heartbeat_timeout_s bucket_bytes
-    optimizer lr critic_lr min_lr lr_decay_style lr_warmup_steps weight_decay adam_beta1 adam_beta2 adam_eps clip_grad
-    train_iters global_batch_size micro_batch_size max_tokens_per_micro_batch ppo_epochs seed
-    advantage_estimator gamma gae_lambda whiten_advantages bootstrap_truncated clip_ratio_low clip_ratio_high dual_clip_ratio value_clip
-    value_loss_coef entropy_coef loss_aggregation kl_coef kl_controller kl_target kl_horizon kl_loss_coef kl_loss_type importance_weight_cap
-    rollout_backend prompts_per_iteration samples_per_prompt max_prompt_length max_response_length max_model_len prompt_overflow temperature
-    top_p top_k stop_token_ids rollout_dtype gpu_memory_utilization kv_cache_gib enforce_eager
-    prompt_data prompt_key answer_key chat_template add_bos strict_data reward reward_timeout_s reward_num_workers
-    run_dir num_logged_samples verify_weights save_hf wandb_mode wandb_project tensorboard
+    recompute_granularity transformer_overrides trust_remote_code tensor_model_parallel_size pipeline_model_parallel_size
+    virtual_pipeline_model_parallel_size context_parallel_size sequence_parallel use_distributed_optimizer overlap_grad_reduce
+    rollout_world_size rollout_tensor_parallel_size distributed_timeout_minutes heartbeat_timeout_s bucket_bytes optimizer lr
+    critic_lr min_lr lr_decay_style lr_warmup_steps weight_decay adam_beta1 adam_beta2 adam_eps clip_grad train_iters
+    global_batch_size micro_batch_size max_tokens_per_micro_batch ppo_epochs seed advantage_estimator gamma gae_lambda
+    whiten_advantages bootstrap_truncated clip_ratio_low clip_ratio_high dual_clip_ratio value_clip value_loss_coef entropy_coef
+    loss_aggregation kl_coef kl_controller kl_target kl_horizon kl_loss_coef kl_loss_type importance_weight_cap rollout_backend
+    prompts_per_iteration samples_per_prompt max_prompt_length max_response_length max_model_len prompt_overflow temperature
+    top_p top_k stop_token_ids rollout_dtype gpu_memory_utilization kv_cache_gib enforce_eager prompt_data prompt_key answer_key
+    chat_template add_bos strict_data reward reward_timeout_s reward_num_workers run_dir num_logged_samples verify_weights
+    save_hf wandb_mode wandb_project tensorboard
     """.split()
 )
 
@@ -131,7 +130,11 @@ def test_a_fitting_configuration_has_no_fault(files: dict[str, object]) -> None:
     ("fields", "world_size", "parts"),
     [
         # B70: batch and mesh equations
-        ({"prompts_per_iteration": 10, "samples_per_prompt": 1, "global_batch_size": 10}, 5, ["global_batch_size = 10", "data-parallel size 4", "nearest multiple is 8"]),
+        (
+            {"prompts_per_iteration": 10, "samples_per_prompt": 1, "global_batch_size": 10},
+            5,
+            ["global_batch_size = 10", "data-parallel size 4", "nearest multiple is 8"],
+        ),
         ({"global_batch_size": 100}, 2, ["256", "100", "128"]),
         ({"tensor_model_parallel_size": 2}, 4, ["world size 4", "TP 2 x PP 1 x CP 1 = 2", "Launch 5 ranks"]),
         ({"rollout_world_size": 3, "rollout_tensor_parallel_size": 2}, 4, ["3", "2", "replicas x TP"]),
@@ -148,7 +151,12 @@ def test_a_fitting_configuration_has_no_fault(files: dict[str, object]) -> None:
         ({"temperature": 0.0}, 2, ["temperature = 0.0"]),
         ({"critic": "none"}, 2, ["gae needs a critic"]),
         ({"advantage_estimator": "grpo"}, 2, ["grpo uses no critic"]),
-        ({"advantage_estimator": "grpo", "critic": "none", "samples_per_prompt": 1, "prompts_per_iteration": 128}, 2, ["at least 2"]),
+        (
+            {"advantage_estimator": "grpo", "critic": "none", "samples_per_prompt": 1, "prompts_per_iteration": 128},
+            2,
+            ["at least 2"],
+        ),
+        ({"optimizer": "sgd"}, 2, ["sgd", "use_distributed_optimizer"]),
         ({"reward": None}, 2, ["there is no reward"]),
         ({"prompt_data": "/nowhere.jsonl"}, 2, ["/nowhere.jsonl"]),
         ({"model_path": "/nowhere"}, 2, ["/nowhere", "config.json"]),

@@ -70,7 +70,9 @@ def _exchange(rank: int, world_size: int) -> str:
     world.store.set("reader waited", "1")
     assert bus.wait(handles, num_returns=2) == (handles, [])
     got = [bus.get(handle) for handle in handles]
-    assert all(isinstance(one, TrajectoryBatch) and _equal(one, make_trajectories([3, 5], [4, 300], seed=r)) for one, r in zip(got, (1, 2)))
+    for one, seed in zip(got, (1, 2), strict=True):
+        assert isinstance(one, TrajectoryBatch)
+        assert _equal(one, make_trajectories([3, 5], [4, 300], seed=seed))
     world.store.set("reader done", "1")
     for owner in (1, 2):
         world.store.get(f"deleted/{owner}")

@@ -52,7 +52,8 @@ def test_b106_numbers_are_of_all_ranks_rows_not_means_of_means() -> None:
     """Rewards [1, 1, 1] of one replica and [0] of another: mean .75, max 1, min 0; a name seen by one replica only is its own."""
     import dataclasses
 
-    first = dataclasses.replace(make_trajectories([1] * 3, [2] * 3), scores=torch.ones(3), metrics={"only/one": [4.0], "reward/timeouts": [1.0]})
+    seen = {"only/one": [4.0], "reward/timeouts": [1.0]}
+    first = dataclasses.replace(make_trajectories([1] * 3, [2] * 3), scores=torch.ones(3), metrics=seen)
     second = dataclasses.replace(make_trajectories([1], [2]), scores=torch.zeros(1), metrics={"reward/timeouts": [2.0]})
     batch = TrajectoryBatch.from_bytes(TrajectoryBatch.concatenate([first, second]).to_bytes())
     values = torch.zeros(batch.tokens.shape)

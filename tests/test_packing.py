@@ -160,7 +160,7 @@ def test_partition_balances_tokens() -> None:
     st.sampled_from([1, 2, 8]),
     st.integers(1, 4),
 )
-def test_b59_no_plan_changes_what_comes_back(  # noqa: PLR0917  # hypothesis passes by position
+def test_b59_no_plan_changes_what_comes_back(  # hypothesis passes by position
     lengths: list[int], dp_size: int, micro_batch_size: int, max_tokens: int | None, length_multiple: int, multiple_of: int
 ) -> None:
     if not lengths:

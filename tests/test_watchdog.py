@@ -5,6 +5,7 @@ Run as a script this file is one rank of a launch: ``python test_watchdog.py SCE
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -22,7 +23,7 @@ from launch_config import two_by_two
 from spawn import free_port, rank_environment, start_process
 
 from megatron_ppo.bridge import Bridge
-from megatron_ppo.watchdog import Beat, Pulse, Watchdog, set_parent_death_signal
+from megatron_ppo.watchdog import Beat, Pulse, Watchdog, _is_echo, set_parent_death_signal
 from megatron_ppo.world import World, init_world
 
 PHASE = "weight sync v3"
@@ -51,6 +52,36 @@ def test_patience_and_done_and_unseen_ranks_are_not_overdue() -> None:
     assert pulse.overdue(7.0, unseen_limit_s=0.0) == 2
     assert "no beat yet" in pulse.phase(2)
     assert not pulse.all_done
+
+
+def test_errors_of_collectives_wait_for_a_better_explanation() -> None:
+    """The texts are gloo's and the store's as seen; an error of one's own is never held back."""
+    assert _is_echo(RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:8355: Connection reset by peer"))
+    assert _is_echo(dist.DistNetworkError("failed to recv, got 0 bytes"))
+    assert _is_echo(ConnectionResetError("anything"))
+    assert not _is_echo(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not _is_echo(OSError("disk full"))
+
+
+def test_the_phase_of_an_error_is_the_innermost(tmp_path: Path) -> None:
+    """Also where the error is only reported after the phases have been left; and phases nest."""
+    process = start_process(play, ("nested", tmp_path), rank_environment(0, 1, free_port()), tmp_path / "log")
+    process.join(30)
+    assert process.exitcode == 1
+    assert "rank 0 (training rank 0) failed in phase inner: KeyError: 'x'; ending" in (tmp_path / "log").read_text()
+    assert "phases: start-up outer handled inner outer" in (tmp_path / "log").read_text()
+
+
+def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
+    parent = start_process(play, ("parent", tmp_path), {})
+    wait_for((tmp_path / "ready0").exists, "the child", str)
+    child = os.pidfd_open(int((tmp_path / "ready0").read_text()))
+    try:
+        parent.kill()
+        parent.join()
+        wait_for(lambda: not alive(child), "the child to end", str, time.monotonic() + 10)
+    finally:
+        os.close(child)
 
 
 # -- launches ---------------------------------------------------------------------------------------------------------
@@ -287,14 +318,40 @@ def rank_restart(folder: Path) -> None:
         (folder / f"attempt{attempt}_rank{world.global_rank}").write_text(f"store by agent: {not world.rank0_hosts_store}")
 
 
-def rank_orphan(folder: Path) -> None:
+def world_of_one() -> World:
     port = int(os.environ["MASTER_PORT"])
     server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     store = dist.PrefixStore("x", server)
-    world = World(0, 1, 0, "training", 0, 1, range(1), range(1, 1), 1, store, "x", "0", ("127.0.0.1", port), "x")
-    with Watchdog(world, 6.0):
+    return World(0, 1, 0, "training", 0, 1, range(1), range(1, 1), 1, store, "x", "0", ("127.0.0.1", port), "x")
+
+
+def rank_orphan(folder: Path) -> None:
+    with Watchdog(world_of_one(), 6.0):
         ready(folder, 0)
         time.sleep(60)
+
+
+def rank_nested(folder: Path) -> None:
+    with Watchdog(world_of_one(), 6.0) as watchdog:
+        seen = [watchdog.current_phase]
+        with watchdog.phase("outer"):
+            seen.append(watchdog.current_phase)
+            with contextlib.suppress(ValueError), watchdog.phase("handled"):
+                raise ValueError
+            seen.append(watchdog.current_phase)
+            with watchdog.phase("inner"):
+                seen.append(watchdog.current_phase)
+            seen.append(watchdog.current_phase)
+            print("phases:", *seen, flush=True)
+            with watchdog.phase("inner"):
+                raise KeyError("x")
+
+
+def rank_parent(folder: Path) -> None:
+    if os.fork() == 0:
+        set_parent_death_signal()
+        ready(folder, 0)
+    time.sleep(60)
 
 
 def play(scenario: str, folder: Path) -> None:

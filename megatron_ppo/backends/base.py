@@ -1,7 +1,8 @@
 """The two seams between engines and frameworks: ``TrainingBackend`` (how roles are distributed and trained) and
 ``InferenceBackend`` (how one replica generates).
 
-A backend knows nothing of rewards, advantages or the loop. Engines (``training_engine.py``, ``rollout_engine.py``) know nothing of frameworks.
+A backend knows nothing of rewards, advantages or the loop. Engines (``training_engine.py``, ``rollout_engine.py``) know nothing of
+frameworks.
 """
 
 from __future__ import annotations

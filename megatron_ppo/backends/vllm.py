@@ -14,9 +14,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import secrets
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -224,6 +226,7 @@ def _start_up(on_cpu: bool) -> Iterator[None]:
             stack.enter_context(_without_compiler())
             stack.enter_context(_plain_cpu_linear())
             stack.enter_context(_unbound_memory())
+            stack.enter_context(_private_shared_memory())
         try:
             yield
         finally:
@@ -305,6 +308,32 @@ def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if num_rows < _SAME_KERNEL_ROWS:
         rows = nn.functional.pad(rows, (0, 0, 0, _SAME_KERNEL_ROWS - num_rows))
     return nn.functional.linear(rows, weight, bias)[:num_rows]
+
+
+@contextmanager
+def _private_shared_memory() -> Iterator[None]:
+    """Name the shared memory of tensor-parallel CPU ranks after this launch, and unlink it as soon as all ranks have mapped it.
+
+    vLLM names it alike for every launch on a host and leaves it behind: a second launch, or one after a killed one, could not start.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    launch = torch.tensor([secrets.randbits(60)])
+    dist.broadcast(launch, src=0)
+    original = _CPUSHMDistributed._init_cpu_shm
+
+    def init_and_unlink(self: Any) -> int:
+        self.group_name = f"megatron_ppo-{int(launch):x}-{self.group_name.lstrip('/')}"
+        try:
+            return original(self)  # ends with a barrier after the last mapping
+        finally:
+            Path("/dev/shm", f"{self.group_name}_{self.communicator.rank}").unlink(missing_ok=True)
+
+    _CPUSHMDistributed._init_cpu_shm = init_and_unlink
+    try:
+        yield
+    finally:
+        _CPUSHMDistributed._init_cpu_shm = original
 
 
 @contextmanager

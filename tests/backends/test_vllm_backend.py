@@ -251,6 +251,7 @@ def _observe_tensor_parallel(rank: int, size: int, folder: str, *, with_peers: b
         "completions": completions,
         "error": _mean_error(model, PROMPTS, completions, SAMPLING),
         "bytes": backend.shard_bytes(),
+        "shared memory": [path.name for path in Path("/dev/shm").glob("*cpushm*")],
     }
     if with_peers:
         found["peers"] = _refusal(RuntimeError, backend.generate, [[1, 2, 3 + rank]], SAMPLING, [1])
@@ -397,6 +398,11 @@ def test_b42_peers_given_other_requests_are_told_so(two: list[dict[str, Any]]) -
 
 def test_b42_replicas_agree_bit_for_bit_whatever_their_seed_and_order(one: dict[str, Any], two: list[dict[str, Any]]) -> None:
     assert two[0]["replica"] == two[1]["replica"] == one["first"]
+
+
+def test_tensor_parallel_launches_leave_no_shared_memory_behind(two: list[dict[str, Any]]) -> None:
+    """vLLM's own names are alike for all launches: what one leaves would keep the next from starting."""
+    assert all(not rank[family]["shared memory"] for rank in two for family in ("llama", "qwen2", "qwen3"))
 
 
 def test_tensor_parallel_samples_the_same(one: dict[str, Any], two: list[dict[str, Any]]) -> None:

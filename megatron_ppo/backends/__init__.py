@@ -1,0 +1,1 @@
+"""HOW roles are distributed and trained (``megatron``), and how a replica generates (``vllm``, ``hf``)."""

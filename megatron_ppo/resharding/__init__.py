@@ -1,0 +1,1 @@
+"""Who holds which part of which weight, who sends it to whom, and how it is proved."""

@@ -1,0 +1,1 @@
+"""WHAT is computed: networks and stateless forward passes."""
