@@ -51,8 +51,7 @@ _HOST_LINGERS_S = 3.0
 """How long rank 0 keeps the store up after a verdict, so that the others can read it."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _NOT_A_SIGNAL = b"\0"
-_RAISED_IN = "_megatron_ppo_phase"
-"""Attribute of an exception: the innermost phase it came out of."""
+_RAISED_IN = "_megatron_ppo_phase"  # attribute of an exception: the innermost phase it came out of
 
 
 @dataclass(frozen=True)
@@ -207,7 +206,7 @@ class Watchdog:
             raise
         finally:
             self._stack.pop()
-            # An error keeps the phase that it left until another phase begins or ends, so that a rank which fails is not seen elsewhere.
+            # What an error left stays until another phase begins or ends, so that a failing rank is not seen elsewhere.
             self._phase = raised_in or self._stack[-1]
             self._wake.set()
 

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import pickle
 import queue as queues
+import random
 import signal
 import socket
 import time
@@ -32,10 +33,12 @@ class RankFailed(AssertionError):
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that was free a moment ago, below those that the kernel gives to gloo's listeners and to outgoing connections."""
+    for port in random.SystemRandom().sample(range(20000, 32000), 100):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("none of 100 ports from 20000 to 32000 is free")
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
