@@ -67,6 +67,8 @@ class VLLMBackend(InferenceBackend):
     """
 
     def __init__(self, config: Config, *, seed: int, load_weights: bool = False) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError("vLLM needs the rollout mesh's default process group: initialise it before the engine is built")
         # A path that does not exist would be taken for the name of a model on a hub: the folder is read first.
         network, tp_size = network_shape(config.model.model_path), config.parallel.rollout_tensor_parallel_size
         check_vllm(network, tp_size)

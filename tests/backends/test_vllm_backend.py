@@ -238,6 +238,7 @@ def _observe_two(rank: int, world_size: int, folders: dict[str, str]) -> dict[st
 
 def _observe_tensor_parallel(rank: int, size: int, folder: str, *, with_peers: bool = False) -> dict[str, Any]:
     """One replica over all ranks: layout against vLLM's own loader, and log-probs."""
+    shared_memory = _shared_memory()
     backend = VLLMBackend(_config(folder, rollout_world_size=size, rollout_tensor_parallel_size=size), seed=9)
     _write(backend, folder, size, rank)
     backend.after_weight_update()
@@ -251,7 +252,7 @@ def _observe_tensor_parallel(rank: int, size: int, folder: str, *, with_peers: b
         "completions": completions,
         "error": _mean_error(model, PROMPTS, completions, SAMPLING),
         "bytes": backend.shard_bytes(),
-        "shared memory": [path.name for path in Path("/dev/shm").glob("*cpushm*")],
+        "shared memory": _shared_memory() - shared_memory,
     }
     if with_peers:
         found["peers"] = _refusal(RuntimeError, backend.generate, [[1, 2, 3 + rank]], SAMPLING, [1])
@@ -259,6 +260,10 @@ def _observe_tensor_parallel(rank: int, size: int, folder: str, *, with_peers: b
         found["after refusal"] = backend.generate(PROMPTS, SAMPLING, SEEDS) == completions
     backend.close()
     return found
+
+
+def _shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("*cpushm*")}
 
 
 def _observe_four(rank: int, world_size: int, folder: str) -> dict[str, Any]:
