@@ -139,7 +139,7 @@ class Watchdog:
         self._world = world
         self._timeout_s = heartbeat_timeout_s
         self._poll_s = poll_s
-        self._store = world.connect(timeout_s=heartbeat_timeout_s)
+        self._store = world.connect(timeout_s=60.0)
         self._phase = (START_UP, _START_UP_PATIENCE)
         self._stack = [self._phase]
         self._count = 0
@@ -164,8 +164,7 @@ class Watchdog:
         if self._watch_processes:
             self._store.set(f"beat/{world.global_rank}", json.dumps(asdict(Beat(0))))  # before anybody can suspect this rank
             self._store.append(f"processes/{self._node}", f"{world.global_rank}:{os.getpid()};")  # type: ignore[attr-defined]
-        self._threads = [threading.Thread(target=self._heart, name="heart", daemon=True)]
-        self._threads.append(threading.Thread(target=self._ears, name="ears", daemon=True))
+        self._threads = [threading.Thread(target=loop, daemon=True) for loop in (self._heart, self._ears)]
         for thread in self._threads:
             thread.start()
 
