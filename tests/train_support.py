@@ -1,0 +1,192 @@
+"""Whole launches for tests: a tiny job's inputs, torchrun as a subprocess, and the processes that belong to it. Test support only.
+
+Each launch carries a mark of its own in the environment, which every process that it starts inherits, however deep and in whatever session.
+So what is still alive can be found, and what is ended at the close of a test is this launch's alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from scripts.quickstart_assets import make_tiny
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAM = ("-m", "megatron_ppo", "train")
+WARNING = re.compile(r"warn|deprecat", re.IGNORECASE)
+_MARK = "MEGATRON_PPO_TEST_LAUNCH"
+_POLL_S = 0.05
+
+
+def make_inputs(folder: Path) -> Path:
+    """The quickstart's model (vocabulary of 13, 4 heads, 2 layers), tokenizer and prompts, written to ``folder``."""
+    with torch.random.fork_rng(devices=[]):
+        make_tiny(folder, seed=1)
+    return folder
+
+
+def tiny_flags(inputs: Path, run_dir: Path, **fields: object) -> list[str]:
+    """Flags of a job of 8 prompts x 4 responses of at most 8 tokens; ``fields`` are set above that by their names in the configuration."""
+    settings: dict[str, object] = {
+        "model_path": inputs / "model",
+        "prompt_data": inputs / "prompts.jsonl",
+        "run_dir": run_dir,
+        "reward": "token_accuracy",
+        "train_iters": 2,
+        "prompts_per_iteration": 8,
+        "samples_per_prompt": 4,
+        "global_batch_size": 16,
+        "micro_batch_size": 8,
+        "max_prompt_length": 8,
+        "max_response_length": 8,
+        "kv_cache_gib": 0.25,
+        "lr": 1e-3,
+        "critic_lr": 1e-3,
+    } | fields
+    flags: list[str] = []
+    for name, value in settings.items():
+        flag = name.replace("_", "-")
+        flags += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return flags
+
+
+class Processes:
+    """One launch's processes. A context manager: at its end nothing of the launch is left alive."""
+
+    def __init__(self, log_folder: Path, environment: Mapping[str, str] | None = None) -> None:
+        log_folder.mkdir(parents=True, exist_ok=True)
+        self._folder = log_folder
+        self._mark = uuid.uuid4().hex
+        self._environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "SLURM"))},
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": str(ROOT),
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # as the project's launchers set it
+            _MARK: self._mark,
+            **(environment or {}),
+        }
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        while alive := self.alive():
+            for pid in alive:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            time.sleep(_POLL_S)
+        for process in self.started:
+            process.wait()
+
+    def start(self, arguments: Sequence[str], **environment: str) -> subprocess.Popen[bytes]:
+        """Start ``python ARGUMENTS`` in a session of its own; its output goes to files that ``output`` reads."""
+        name = f"process{len(self.started)}"
+        with (self._folder / f"{name}.out").open("wb") as out, (self._folder / f"{name}.err").open("wb") as err:
+            process = subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=ROOT,
+                env={**self._environment, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+        self.started.append(process)
+        return process
+
+    def torchrun(self, num_ranks: int, program: Sequence[str], *, max_restarts: int = 0) -> subprocess.Popen[bytes]:
+        """One torchrun on this machine, on ports that it finds free itself. ``program`` is what follows ``python``."""
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), "--max-restarts", str(max_restarts)]
+        return self.start([*launcher, "--no-python", sys.executable, *program])
+
+    def output(self, number: int = 0) -> str:
+        """What a started process and its children have written so far: standard output, then standard error."""
+        return self.stdout(number) + self.stderr(number)
+
+    def stdout(self, number: int = 0) -> str:
+        """Standard output of the process that was started as ``number``."""
+        return (self._folder / f"process{number}.out").read_text(encoding="utf-8", errors="replace")
+
+    def stderr(self, number: int = 0) -> str:
+        """Standard error of the process that was started as ``number``."""
+        return (self._folder / f"process{number}.err").read_text(encoding="utf-8", errors="replace")
+
+    def alive(self, attempt: int | None = None) -> list[int]:
+        """Process ids that run (zombies do not); ``attempt``: only ranks, and their children, of torchrun's restart count."""
+        return [
+            pid
+            for pid, environment in self._environments().items()
+            if attempt is None or environment.get("TORCHELASTIC_RESTART_COUNT") == str(attempt)
+        ]
+
+    def rank(self, global_rank: int) -> int:
+        """Process id of a rank, by the RANK that torchrun started it with. ``AssertionError`` where there is not exactly one."""
+        found = [
+            pid
+            for pid, environment in self._environments().items()
+            if environment.get("RANK") == str(global_rank) and environment.get(_MARK) and self._parent(pid) == self.started[0].pid
+        ]
+        assert len(found) == 1, f"processes of rank {global_rank}: {found}; output:\n{self.output()}"
+        return found[0]
+
+    def wait(self, timeout_s: float, number: int = 0) -> int:
+        """Exit code of a started process. ``AssertionError`` with its output where it takes longer."""
+        try:
+            return self.started[number].wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout_s} s; output:\n{self.output(number)}") from None
+
+    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float) -> float:
+        """Poll until ``condition`` holds; ``time.monotonic()`` of that moment."""
+        until = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > until:
+                raise AssertionError(f"not within {timeout_s} s: {what}; alive: {self.alive()}; output:\n{self.output()}")
+            time.sleep(_POLL_S)
+        return time.monotonic()
+
+    def _environments(self) -> dict[int, dict[str, str]]:
+        """Environment at the start of each living process of this launch, by process id."""
+        found: dict[int, dict[str, str]] = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                data = (entry / "environ").read_bytes()
+            except OSError:  # another user's, or gone in the meantime
+                continue
+            environment = dict(part.split("=", 1) for part in data.decode(errors="replace").split("\0") if "=" in part)
+            if environment.get(_MARK) == self._mark:
+                found[int(entry.name)] = environment
+        return found
+
+    def _parent(self, pid: int) -> int:
+        try:
+            return int((Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            return 0
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The records of a JSONL file."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def warnings_in(text: str) -> list[str]:
+    """Lines of terminal output that look like a warning."""
+    return [line for line in text.splitlines() if WARNING.search(line)]
