@@ -252,9 +252,13 @@ class MegatronActorCritic(LanguageModule, ActorRole, CriticRole, RewardModelRole
 
 
 def _new_value_head(hidden_size: int, dtype: torch.dtype, seed: int) -> nn.Linear:
-    """[1, H], no bias, from a normal distribution of deviation 1 / sqrt(H + 1) (arXiv:2009.01325), the same on every rank."""
+    """[1, H], no bias, from a normal distribution of deviation 1 / (H + 1), the same on every rank.
+
+    So small, because hidden states have entries of size 1 and the first values should be near 0: the noise of a head of deviation
+    1 / sqrt(H + 1) (arXiv:2009.01325, for reward models) would be all that the first advantages hold.
+    """
     layer = nn.Linear(hidden_size, 1, bias=False, dtype=dtype, device=device.device())
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        layer.weight.copy_(torch.randn(1, hidden_size, generator=generator) / (hidden_size + 1) ** 0.5)
+        layer.weight.copy_(torch.randn(1, hidden_size, generator=generator) / (hidden_size + 1))
     return layer
