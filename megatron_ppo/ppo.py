@@ -302,5 +302,6 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor
     free = (values - returns).square()
     if clip is None:
         return ValueLoss(0.5 * free, torch.zeros_like(free))
-    held = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
+    # Within the range this is V to the bit. V_old + (V - V_old) is not, and its rounding would be counted as clipping.
+    held = (values.clamp(old_values - clip, old_values + clip) - returns).square()
     return ValueLoss(0.5 * torch.maximum(free, held), (held > free).to(free.dtype))
