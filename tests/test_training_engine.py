@@ -1,0 +1,485 @@
+"""TrainingEngine on real Megatron backends: one call for every algorithm, and results that no split of a batch changes.
+
+A launch of one rank gives the truth, one of two ranks the same by data parallelism and by pipeline stages. Each builds a backend a
+case (module fixtures), and each test judges some of the cases.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron_parity_support import gather_canonical
+from spawn import run_ranks
+from torch import Tensor
+from toy_batches import make_trajectories
+from toy_models import make_toy
+from transformers import AutoModelForCausalLM, LlamaForSequenceClassification
+
+from megatron_ppo.backends.base import StepResult
+from megatron_ppo.config import Config
+from megatron_ppo.data_bus import DataBus, DataHandle
+from megatron_ppo.experience import make_experience
+from megatron_ppo.training_engine import TrainingEngine
+from megatron_ppo.types import Experience, TrajectoryBatch
+from megatron_ppo.world import World
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+PROMPT_LENGTHS = (3, 4, 2, 5, 3, 6, 2, 4)
+RESPONSE_LENGTHS = (9, 5, 12, 1, 10, 10, 0, 7)
+TEMPERATURE, LR = 0.7, 0.1
+Results = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One engine, the rows it learns from, and how the update is called."""
+
+    fields: Mapping[str, object]
+    """Flat configuration fields."""
+    algorithm: Mapping[str, object] | None = None
+    """Fields of the ``algorithm_config`` handed to the call where it is not the configuration's own."""
+    rows: tuple[int, ...] = tuple(range(8))
+    length: int | None = None
+    """Columns of the batch; default: as long as its longest row."""
+    pad_token: int = 0
+    num_updates: int = 1
+    poison: Literal["none", "advantage", "weight"] = "none"
+    """NaN in one valid advantage, or in one weight of the last rank."""
+
+
+# -- what runs on the ranks -------------------------------------------------------------------------------------------
+
+
+def run_cases(rank: int, world_size: int, cases: Mapping[str, Case]) -> Results:
+    """What each case gave, as this rank saw it; ``fetch`` too where there are several ranks."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=rank == 0, wait_for_workers=False)
+    dist.init_process_group("gloo", store=dist.PrefixStore("training", store), rank=rank, world_size=world_size)
+    world = World(rank, world_size, rank, "training", rank, world_size, range(world_size), range(world_size, world_size), 1, store, "test")
+    results = {name: run_case(world, case) for name, case in cases.items()}
+    if world_size > 1:
+        results["fetch"] = fetch(world)
+    dist.barrier()
+    dist.destroy_process_group()
+    return results
+
+
+def run_case(world: World, case: Case) -> dict[str, Any]:
+    from megatron_ppo.backends.megatron import MegatronBackend
+    from megatron_ppo.backends.megatron_setup import destroy_megatron
+
+    class Recording(MegatronBackend):
+        """Remembers what every optimizer step reported, and how many passes it took."""
+
+        def train_step(self, role: Any, micro_batches: Any, loss_fn: Any, *, temperature: float = 1.0) -> StepResult:
+            result = super().train_step(role, micro_batches, loss_fn, temperature=temperature)
+            steps.append((role, result, len(micro_batches)))
+            return result
+
+    steps: list[tuple[str, StepResult, int]] = []
+    torch.manual_seed(11)
+    config = Config().replace(**dict(case.fields))
+    try:
+        backend = Recording(config, num_optimizer_steps=config.num_optimizer_steps)
+        engine = TrainingEngine(config, world, DataBus(world, timeout_s=60), backend, torch.device("cpu"))
+        return {"steps": steps} | observe(world, config, case, backend, engine)
+    except ValueError as error:
+        return {"refused": str(error)}
+    finally:
+        destroy_megatron()
+
+
+def observe(world: World, config: Config, case: Case, backend: Any, engine: TrainingEngine) -> dict[str, Any]:
+    batch = make_batch(case)
+    algorithm = config.algorithm if case.algorithm is None else dataclasses.replace(config.algorithm, **dict(case.algorithm))  # type: ignore[arg-type]
+    if case.poison == "weight" and world.rank == world.mesh_size - 1:
+        next(iter(backend.weights().values()))[5] = float("nan")
+    found: dict[str, Any] = {
+        "log_probs": engine.compute_log_probs(batch),
+        "ref": engine.compute_ref_log_probs(batch),
+        "values": engine.compute_values(batch),
+        "scores": engine.compute_scores(batch),
+        "metrics": [],
+    }
+    try:
+        experience, found["experience"] = make_experience(
+            batch, found["log_probs"], found["values"], found["ref"], found["scores"], algorithm, algorithm.kl_coef
+        )
+    except FloatingPointError as error:
+        return found | {"not finite": str(error)}
+    found |= {"advantages": experience.advantages, "returns": experience.returns}
+    frozen = {name: tensor.clone() for name, tensor in backend.named_parameters("reference").items()} if config.uses_reference else {}
+    found["start"] = {role: gather_canonical(backend, role) for role in trained(config)}
+    update(engine, engine._bus, spoilt(experience) if case.poison == "advantage" else experience, algorithm, case.num_updates, found)
+    found["version"] = engine.version
+    found["weights"] = {role: gather_canonical(backend, role) for role in trained(config)}
+    if config.uses_reference:
+        reference = backend.named_parameters("reference")
+        found["reference kept"] = all(torch.equal(frozen[name], tensor) for name, tensor in reference.items())
+        found["ref after"] = engine.compute_ref_log_probs(batch)
+        own = {tensor.untyped_storage().data_ptr() for tensor in backend.weights().values()}
+        found["reference shares"] = [name for name, tensor in reference.items() if tensor.untyped_storage().data_ptr() in own]
+    return found
+
+
+def update(
+    engine: TrainingEngine, bus: DataBus, experience: Experience, algorithm: Any, num_updates: int, found: dict[str, Any]
+) -> None:
+    for _ in range(num_updates):
+        handle = bus.put(experience)
+        found["metrics"].append(engine.update_policy(handle, algorithm))
+        bus.delete(handle)
+
+
+def spoilt(experience: Experience) -> Experience:
+    """One valid advantage of row 0 alone is NaN: only the replica that holds it sees one."""
+    advantages = experience.advantages.clone()
+    advantages[0, int(experience.trajectories.prompt_lengths[0])] = float("nan")
+    return dataclasses.replace(experience, advantages=advantages)
+
+
+def trained(config: Config) -> list[str]:
+    return ["actor", "critic"] if config.model.critic == "separate" else ["actor"]
+
+
+def make_batch(case: Case) -> TrajectoryBatch:
+    batch = make_trajectories(PROMPT_LENGTHS, RESPONSE_LENGTHS, length=case.length, pad_token=case.pad_token, group_size=4)
+    if case.rows == tuple(range(8)):
+        return batch
+    if len(case.rows) > 8:  # a bigger batch of the same rows
+        batch = TrajectoryBatch.concatenate([batch] * (len(case.rows) // 8))
+    return batch.select(torch.tensor(case.rows))
+
+
+def fetch(world: World) -> dict[str, Any]:
+    """Three replicas' trajectories of unlike width, each put by a rank that does not pull it."""
+    bus = DataBus(world, timeout_s=60)
+    engine = TrainingEngine(Config(), world, bus, backend=None, device=torch.device("cpu"))  # type: ignore[arg-type]
+    handles = []
+    for index in range(3):
+        owner = (index + 1) % world.mesh_size
+        handles.append(DataHandle(owner, f"trajectories/{index}"))
+        if world.rank == owner:
+            part = make_trajectories((2, 3), (1 + 4 * index, 2), seed=index)
+            bus.put(dataclasses.replace(part, metrics={"time": [float(index)]}), handles[-1].key)
+    found = {"batch": engine.fetch(handles)}
+    dist.barrier()  # the owners serve until all have pulled
+    return found
+
+
+# -- cases ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A policy whose config asks for dropout, a tied policy, and a classifier with a score head of its own."""
+    root = tmp_path_factory.mktemp("models")
+    paths = {"llama": make_toy(root / "llama"), "tied": make_toy(root / "tied", tied=True)}
+    paths["score"] = make_toy(root / "score", score_head=True, seed=3)
+    file = paths["llama"] / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"attention_dropout": 0.1}))
+    return {name: str(path) for name, path in paths.items()}
+
+
+def ppo(models: Mapping[str, str], **changes: object) -> dict[str, object]:
+    """PPO by SGD: separate critic, reference in the reward, reward model; 2 epochs of 2 mini-batches."""
+    fields: dict[str, object] = {
+        "model_path": models["llama"],
+        "critic": "separate",
+        "critic_path": models["score"],
+        "reward_model_path": models["score"],
+        "kl_coef": 0.1,
+        "optimizer": "sgd",
+        "use_distributed_optimizer": False,
+        "lr": LR,
+        "critic_lr": LR,
+        "global_batch_size": 4,
+        "ppo_epochs": 2,
+        "micro_batch_size": 8,
+        "temperature": TEMPERATURE,
+        "make_vocab_size_divisible_by": 4,
+    }
+    return fields | changes
+
+
+def grpo(models: Mapping[str, str], **changes: object) -> dict[str, object]:
+    """The same without critic, reference and reward model."""
+    without = {"critic": "none", "critic_path": None, "reward_model_path": None, "kl_coef": 0.0, "advantage_estimator": "grpo"}
+    return ppo(models, **(without | changes))
+
+
+ONE_STEP = {"global_batch_size": 8, "ppo_epochs": 1, "clip_grad": 0.0}
+FIVE, ONE = (0, 1, 2, 4, 7), (2,)
+UNEVEN = {"micro_batch_size": 1, "advantage_estimator": "gae"}
+
+
+def b100(models: Mapping[str, str], **changes: object) -> dict[str, object]:
+    counts = {"prompts_per_iteration": 16, "samples_per_prompt": 4, "global_batch_size": 16, "ppo_epochs": 2, "train_iters": 10}
+    return grpo(models, lr_decay_style="linear", lr_warmup_steps=8, micro_batch_size=16, **(counts | changes))
+
+
+@pytest.fixture(scope="module")
+def single(models: dict[str, str]) -> Results:
+    sequence = {"advantage_estimator": "grpo", "loss_aggregation": "sequence_mean"}
+    cases = {
+        "ppo": Case(ppo(models)),
+        "micro 1": Case(ppo(models, micro_batch_size=1)),
+        "micro 3": Case(ppo(models, micro_batch_size=3)),
+        "max tokens": Case(ppo(models, max_tokens_per_micro_batch=20)),
+        "padded": Case(ppo(models), length=40, pad_token=9),
+        "one step ppo": Case(ppo(models, **ONE_STEP)),
+        "three updates": Case(ppo(models), num_updates=3),
+        "grpo": Case(grpo(models)),
+        "one step grpo": Case(grpo(models, **ONE_STEP, loss_aggregation="sequence_mean")),
+        "grpo by the call": Case(grpo(models, **ONE_STEP, advantage_estimator="gae"), algorithm=sequence),
+        "rloo by the call": Case(grpo(models, **ONE_STEP), algorithm={"advantage_estimator": "rloo", "entropy_coef": 0.3}),
+        "five rows": Case(ppo(models, global_batch_size=5, **UNEVEN), rows=FIVE),
+        "one row": Case(ppo(models, global_batch_size=1, **UNEVEN), rows=ONE),
+        "no response": Case(ppo(models, global_batch_size=1), rows=(6,)),
+        "nan advantage": Case(ppo(models, **ONE_STEP), poison="advantage"),
+        "nan weight": Case(ppo(models), poison="weight"),
+        "fresh critic of a tied policy": Case(ppo(models, model_path=models["tied"], critic_path=None)),
+        "reward model without a head": Case(ppo(models, reward_model_path=models["llama"])),
+        "b100": Case(b100(models), rows=tuple(range(64)), num_updates=11),
+    }
+    return run_ranks(run_cases, 1, cases, timeout_s=280)[0]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(models: dict[str, str]) -> list[Results]:
+    pp2 = {"pipeline_model_parallel_size": 2}
+    cases = {
+        "dp2": Case(ppo(models, micro_batch_size=2)),
+        "dp2 max tokens": Case(ppo(models, max_tokens_per_micro_batch=16)),
+        "pp2": Case(ppo(models, micro_batch_size=2, **pp2)),
+        "dp2 five rows": Case(ppo(models, global_batch_size=5, **UNEVEN), rows=FIVE),
+        "dp2 one row": Case(ppo(models, global_batch_size=1, **UNEVEN), rows=ONE),
+        "dp2 grpo": Case(grpo(models)),
+        "dp2 nan advantage": Case(ppo(models, **ONE_STEP), poison="advantage"),
+        "pp2 nan advantage": Case(ppo(models, **ONE_STEP, **pp2), poison="advantage"),
+        "dp2 nan weight": Case(ppo(models), poison="weight"),
+    }
+    return run_ranks(run_cases, 2, cases, timeout_s=280)
+
+
+# -- judgement --------------------------------------------------------------------------------------------------------
+
+
+def assert_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    """Tensors of the whole batch, statistics and weights of two cases, to 1e-5."""
+    for name in ("log_probs", "ref", "values", "scores", "advantages", "returns"):
+        assert (one[name] is None) == (other[name] is None)
+        if one[name] is not None:
+            width = min(one[name].shape[-1], other[name].shape[-1])
+            torch.testing.assert_close(one[name][..., :width], other[name][..., :width], atol=1e-5, rtol=1e-4)
+    assert one["experience"] == pytest.approx(other["experience"], abs=1e-5, rel=1e-4)
+    for mine, theirs in zip(one["metrics"], other["metrics"], strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-5, rel=1e-4)
+    for role, weights in one["weights"].items():
+        for name, tensor in weights.items():
+            torch.testing.assert_close(tensor, other["weights"][role][name], atol=1e-5, rtol=0)
+            assert not torch.equal(tensor, one["start"][role][name]), f"{name} has not been trained"
+
+
+def changed(found: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{role} {name}"
+        for role, weights in found["weights"].items()
+        if weights is not None
+        for name, tensor in weights.items()
+        if not torch.equal(tensor, found["start"][role][name])
+    ]
+
+
+@pytest.mark.parametrize("split", ["micro 1", "micro 3", "max tokens", "padded"])
+def test_b59_no_split_or_padding_of_a_batch_changes_an_update(single: Results, split: str) -> None:
+    assert_same(single["ppo"], single[split])
+    if split in ("micro 1", "max tokens"):
+        assert {n for _, _, n in single[split]["steps"]} != {1}
+
+
+@pytest.mark.parametrize("name", ["dp2", "dp2 max tokens", "pp2"])
+def test_b52_b96_data_parallel_and_pipeline_ranks_train_as_one(single: Results, two_ranks: list[Results], name: str) -> None:
+    """Whitening is over the whole batch, not a rank's share of it, and the same bits on every rank; all stages finish."""
+    first, second = two_ranks[0][name], two_ranks[1][name]
+    assert_same(first, single["ppo"])
+    for tensor in ("log_probs", "ref", "values", "scores", "advantages", "returns"):
+        assert torch.equal(first[tensor], second[tensor])
+    assert first["metrics"] == second["metrics"]
+    assert first["experience"] == second["experience"]
+    assert {n for _, _, n in first["steps"]} == {n for _, _, n in second["steps"]}
+
+
+def test_one_call_serves_ppo_and_grpo(single: Results, two_ranks: list[Results]) -> None:
+    ours, theirs = single["ppo"]["metrics"][0], single["grpo"]["metrics"][0]
+    assert {"loss/policy", "loss/value", "critic/grad_norm", "critic/lr"} <= set(ours)
+    assert "loss/policy" in theirs and not any(name.startswith(("critic/", "loss/value", "value/")) for name in theirs)
+    assert [role for role, _, _ in single["ppo"]["steps"]] == ["critic", "actor"] * 4
+    assert [role for role, _, _ in single["grpo"]["steps"]] == ["actor"] * 4
+    assert single["grpo"]["values"] is None and single["grpo"]["returns"] is None
+    assert_same(two_ranks[0]["dp2 grpo"], single["grpo"])
+
+
+def test_algorithm_config_selects_loss_and_estimator(single: Results) -> None:
+    """What the call says counts, not what the engine was configured with; and it makes a difference."""
+    by_config, by_call, other = (single[name] for name in ("one step grpo", "grpo by the call", "rloo by the call"))
+    assert torch.equal(by_config["advantages"], by_call["advantages"])
+    assert by_config["metrics"] == by_call["metrics"]
+    for name, tensor in by_config["weights"]["actor"].items():
+        assert torch.equal(tensor, by_call["weights"]["actor"][name])
+        assert not torch.equal(tensor, other["weights"]["actor"][name])
+
+
+@pytest.mark.parametrize(("name", "how"), [("one step ppo", "token_mean"), ("one step grpo", "sequence_mean")])
+def test_an_actor_step_is_that_of_plain_pytorch(single: Results, models: dict[str, str], name: str, how: str) -> None:
+    """At ratio 1 the gradient of the surrogate is that of advantage x log-prob: one SGD step on the Hugging Face model, written out."""
+    batch, mask, found = make_batch(Case({})), make_batch(Case({})).response_mask, single[name]
+    model = AutoModelForCausalLM.from_pretrained(models["llama"])
+    logits = model.eval()(batch.tokens).logits[:, :-1] / TEMPERATURE
+    log_probs = logits.log_softmax(-1).gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
+    log_probs = torch.where(mask, torch.nn.functional.pad(log_probs, (1, 0)), 0.0)
+    torch.testing.assert_close(found["log_probs"], log_probs.detach(), atol=1e-5, rtol=0)
+    if how == "token_mean":
+        loss = -(found["advantages"] * log_probs).sum() / mask.sum()
+    else:
+        per_response = (found["advantages"] * log_probs).sum(1) / mask.sum(1).clamp(min=1)
+        loss = -per_response.sum() / mask.any(1).sum()
+    loss.backward()
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(found["weights"]["actor"][key], parameter.detach() - LR * parameter.grad, atol=1e-5, rtol=0)
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    assert found["metrics"][0]["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+
+
+def test_grpo_advantages_are_deviations_within_the_group(single: Results) -> None:
+    batch = make_batch(Case({}))
+    groups = batch.scores.view(2, 4)
+    expected = ((groups - groups.mean(1, keepdim=True)) / groups.std(1, keepdim=True)).flatten()[:, None]
+    expected = torch.where(batch.response_mask, expected, 0.0)
+    torch.testing.assert_close(single["one step grpo"]["advantages"], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_critic_step_is_that_of_plain_pytorch(single: Results, models: dict[str, str]) -> None:
+    """B25 too: the critic starts from the score head that its folder has."""
+    batch, found = make_batch(Case({})), single["one step ppo"]
+    mask, critic = batch.response_mask, LlamaForSequenceClassification.from_pretrained(models["score"])
+    values = critic.score(critic.model(batch.tokens).last_hidden_state).squeeze(-1)
+    values = torch.where(mask, torch.nn.functional.pad(values[:, :-1], (1, 0)), 0.0)
+    torch.testing.assert_close(found["values"], values.detach(), atol=1e-5, rtol=0)
+    loss = 0.5 * torch.where(mask, values - found["returns"], 0.0).square().sum() / mask.sum()
+    loss.backward()
+    assert found["metrics"][0]["loss/value"] == pytest.approx(loss.item(), rel=1e-4)
+    for key, parameter in critic.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(found["weights"]["critic"][key], parameter.detach() - LR * parameter.grad, atol=1e-5, rtol=0)
+
+
+def test_b63_the_ratio_of_the_first_step_is_exactly_one(single: Results) -> None:
+    """Although the model's config asks for dropout: the same passes give the same bits."""
+    (metrics,) = single["one step ppo"]["metrics"]
+    assert metrics["ratio/mean"] == 1.0 and metrics["kl/approx"] == 0.0 and metrics["clip_frac"] == 0.0
+    for name in ("ppo", "micro 3", "max tokens"):  # other passes than those of the old log-probs
+        first = next(result for role, result, _ in single[name]["steps"] if role == "actor")
+        assert abs(first.metrics["ratio/mean"] - 1) < 1e-6 and abs(first.metrics["kl/approx"]) < 1e-9 and first.metrics["clip_frac"] == 0
+    assert single["three updates"]["metrics"][-1]["kl/approx"] > 1e-6
+
+
+def test_b63_the_reference_stays(single: Results, two_ranks: list[Results]) -> None:
+    for found in (single["three updates"], two_ranks[0]["pp2"], two_ranks[1]["pp2"]):
+        assert found["reference kept"] and found["reference shares"] == []
+        assert torch.equal(found["ref"], found["ref after"])
+    assert torch.equal(single["three updates"]["ref"], single["three updates"]["log_probs"])
+    assert single["three updates"]["version"] == 3
+
+
+@pytest.mark.parametrize("rows", ["five rows", "one row"])
+def test_b66_b67_rows_that_do_not_fill_the_replicas(single: Results, two_ranks: list[Results], rows: str) -> None:
+    """Both replicas take the same number of passes; dummies count for nothing in losses, gradients, statistics."""
+    first, second = two_ranks[0][f"dp2 {rows}"], two_ranks[1][f"dp2 {rows}"]
+    assert_same(first, single[rows])
+    expected = 3 if rows == "five rows" else 1
+    assert [n for _, _, n in first["steps"]] == [n for _, _, n in second["steps"]] == [expected] * 4
+    assert first["log_probs"].shape[0] == (5 if rows == "five rows" else 1)
+    assert torch.equal(first["log_probs"], second["log_probs"])
+
+
+def test_b40_a_batch_without_a_response_token_changes_nothing(single: Results) -> None:
+    found = single["no response"]
+    assert found["metrics"][0]["skipped_steps"] == 2 and found["metrics"][0]["critic/skipped_steps"] == 2
+    assert changed(found) == []
+    assert not [name for name, value in (found["metrics"][0] | found["experience"]).items() if not math.isfinite(value)]
+
+
+def test_b91_a_nan_advantage_is_skipped_by_all_ranks(single: Results, two_ranks: list[Results]) -> None:
+    """The actor's step alone: the critic does not learn from advantages."""
+    for found in (single["nan advantage"], *(ranks[name] for ranks in two_ranks for name in ("dp2 nan advantage", "pp2 nan advantage"))):
+        assert found["metrics"][0]["skipped_steps"] == 1 and found["metrics"][0]["critic/skipped_steps"] == 0
+        assert not [name for name in changed(found) if name.startswith("actor")]
+    assert [name for name in changed(single["nan advantage"]) if name.startswith("critic")]
+
+
+def test_b91_nan_log_probs_are_an_error_on_all_ranks(single: Results, two_ranks: list[Results]) -> None:
+    """One rank's weight is NaN: all ranks hold the whole batch, so that all see it."""
+    texts = [single["nan weight"]["not finite"], *(ranks["dp2 nan weight"]["not finite"] for ranks in two_ranks)]
+    assert all("old_log_probs is nan" in text for text in texts)
+    assert texts[1] == texts[2]
+
+
+def test_b25_critic_and_reward_model_heads(single: Results, models: dict[str, str]) -> None:
+    critic, policy = single["fresh critic of a tied policy"]["start"]["critic"], AutoModelForCausalLM.from_pretrained(models["tied"])
+    assert tuple(critic["score.weight"].shape) == (1, 64)
+    trunk = {name: tensor for name, tensor in policy.state_dict().items() if name.startswith("model.")}
+    assert set(critic) == {"score.weight", *trunk}
+    assert all(torch.equal(critic[name], tensor) for name, tensor in trunk.items())
+    assert "score.weight" in single["reward model without a head"]["refused"]
+
+
+def test_b78_scores_are_read_at_the_last_real_token(single: Results, two_ranks: list[Results], models: dict[str, str]) -> None:
+    model = LlamaForSequenceClassification.from_pretrained(models["score"]).eval()
+    batch = make_batch(Case({}))
+    with torch.no_grad():
+        rows = [row[: int(n)][None] for row, n in zip(batch.tokens, batch.lengths, strict=True)]
+        expected = torch.stack([model.score(model.model(row).last_hidden_state)[0, -1, 0] for row in rows])
+    for found in (single["ppo"], single["micro 1"], single["padded"], two_ranks[1]["dp2"], two_ranks[0]["pp2"]):
+        torch.testing.assert_close(found["scores"], expected, atol=1e-5, rtol=1e-5)
+    assert single["ppo"]["experience"]["reward/model"] == pytest.approx(float(expected.mean()), abs=1e-5)
+
+
+def test_b100_the_schedule_counts_optimizer_steps(single: Results) -> None:
+    """16 x 4 responses, mini-batches of 16, 2 epochs, 10 iterations: 80 steps. An eleventh update trains at rate 0."""
+    rates = [result.lr for _, result, _ in single["b100"]["steps"]]
+    assert len(rates) == 88 and not any(result.skipped for _, result, _ in single["b100"]["steps"])
+    assert max(rates) == LR and rates[7] == rates[8] == LR and rates[6] < LR and rates[9] < LR
+    assert all(rate > 0 for rate in rates[:80])
+    assert rates[80:] == [0.0] * 8
+    assert rates[79] == pytest.approx(LR / 72)
+    assert single["b100"]["metrics"][9]["lr"] == rates[79]
+
+
+def test_b43_fetch_gives_the_same_batch_on_all_ranks(two_ranks: list[Results]) -> None:
+    expected = TrajectoryBatch.concatenate([make_trajectories((2, 3), (1 + 4 * index, 2), seed=index) for index in range(3)])
+    for ranks in two_ranks:
+        batch: TrajectoryBatch = ranks["fetch"]["batch"]
+        for field in dataclasses.fields(batch):
+            mine, theirs = getattr(batch, field.name), getattr(expected, field.name)
+            if isinstance(mine, Tensor):
+                assert mine.dtype == theirs.dtype and torch.equal(mine, theirs), field.name
+        assert batch.metrics == {"time": [0.0, 1.0, 2.0]}
+
+
+def test_weights_of_a_folder_are_where_training_starts(single: Results, models: dict[str, str]) -> None:
+    policy = AutoModelForCausalLM.from_pretrained(models["llama"]).state_dict()
+    assert all(torch.equal(tensor, policy[name]) for name, tensor in single["ppo"]["start"]["actor"].items())
+    assert Path(models["llama"]).is_dir()
