@@ -106,6 +106,11 @@ def _meshes(config: Config, world_size: int) -> Iterator[str]:
             f"rollout_world_size = {p.rollout_world_size} is not a multiple of rollout_tensor_parallel_size = "
             f"{p.rollout_tensor_parallel_size}: replicas x TP = rollout ranks"
         )
+    if config.rollout.rollout_backend == "hf" and p.rollout_tensor_parallel_size > 1:
+        yield (
+            f"rollout_backend = hf holds the whole model on each rank, but rollout_tensor_parallel_size = "
+            f"{p.rollout_tensor_parallel_size}; set it to 1, or use vllm"
+        )
     if p.sequence_parallel and p.tensor_model_parallel_size == 1:
         yield "sequence_parallel needs tensor_model_parallel_size above 1 (it is 1): it splits the sequence over the TP group"
     if p.virtual_pipeline_model_parallel_size is not None and p.pipeline_model_parallel_size == 1:

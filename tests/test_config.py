@@ -161,6 +161,7 @@ def test_a_fitting_configuration_has_no_fault(files: dict[str, object]) -> None:
         ({"prompt_data": "/nowhere.jsonl"}, 2, ["/nowhere.jsonl"]),
         ({"model_path": "/nowhere"}, 2, ["/nowhere", "config.json"]),
         ({"rollout_world_size": 0}, 2, ["rollout_world_size = 0"]),
+        ({"rollout_backend": "hf", "rollout_world_size": 2, "rollout_tensor_parallel_size": 2}, 4, ["hf", "= 2; set it to 1"]),
         ({"sequence_parallel": True}, 2, ["sequence_parallel", "tensor_model_parallel_size"]),
         ({"virtual_pipeline_model_parallel_size": 2}, 2, ["pipeline_model_parallel_size"]),
         ({"kl_controller": "adaptive"}, 2, ["kl_coef"]),
