@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from train_support import PROGRAM, Processes, make_inputs, read_lines, tiny_flags, warnings_in
+from spawn import free_port
+from train_support import PROGRAM, Processes, make_inputs, promised, read_lines, tiny_flags, warnings_in
 
 from megatron_ppo.config import Config
 from megatron_ppo.config_io import parse_arguments, read_yaml
 from megatron_ppo.prompts import load_prompts
 from megatron_ppo.tokenizer import load_tokenizer
-from spawn import free_port
 
 LAUNCH_TIMEOUT_S = 400.0
 """A launch takes 20 s on two idle cores; the machine may be busy."""
@@ -79,9 +79,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def default_job(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
     """Training TP 2 and two vLLM replicas."""
     folder = tmp_path_factory.mktemp("default")
-    return run_job(
-        inputs, folder, 4, tensor_model_parallel_size=2, rollout_world_size=2, tensorboard=True, save_hf=True, **PPO
-    )
+    return run_job(inputs, folder, 4, tensor_model_parallel_size=2, rollout_world_size=2, tensorboard=True, save_hf=True, **PPO)
 
 
 def test_a_job_leaves_complete_records(default_job: Job) -> None:
@@ -161,9 +159,7 @@ def test_the_terminal_shows_nothing_that_nobody_can_act_on(default_job: Job) -> 
 @pytest.mark.slow
 def test_a_result_does_not_depend_on_topology(default_job: Job, inputs: Path, tmp_path: Path) -> None:
     """PP 2 x DP 2 with one vLLM engine of TP 2 against TP 2 with two engines: the same tokens and rewards, then the same training."""
-    other = run_job(
-        inputs, tmp_path, 6, pipeline_model_parallel_size=2, rollout_world_size=2, rollout_tensor_parallel_size=2, **PPO
-    )
+    other = run_job(inputs, tmp_path, 6, pipeline_model_parallel_size=2, rollout_world_size=2, rollout_tensor_parallel_size=2, **PPO)
     first = [row for row in default_job.samples if row["iteration"] == 0]
     assert first == [row for row in other.samples if row["iteration"] == 0]
     assert warnings_in(other.output) == []
@@ -222,12 +218,13 @@ class Refusal:
 
 
 class Refused:
-    """Refused commands by name. All run at once in the fixture, as most of their time is importing torch."""
+    """Refused commands by name. They run side by side, as most of their time is importing torch."""
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
         self._numbers: dict[str, int] = {}
         self._started: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
 
     def start(self, name: str, arguments: list[str], **environment: str) -> None:
         """Start ``python -m megatron_ppo train ARGUMENTS``."""
@@ -241,16 +238,16 @@ class Refused:
         self.start(name, arguments, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **launch)
 
     def end(self) -> dict[str, Refusal]:
-        """All results, as they come."""
-        seconds: dict[str, float] = {}
+        """Wait for all that have been started, and tell how each ended."""
         until = time.monotonic() + 200.0
-        while len(seconds) < len(self._numbers) and time.monotonic() < until:
+        while len(self._seconds) < len(self._numbers) and time.monotonic() < until:
             for name, number in self._numbers.items():
-                if name not in seconds and self._processes.started[number].poll() is not None:
-                    seconds[name] = time.monotonic() - self._started[name]
+                if name not in self._seconds and self._processes.started[number].poll() is not None:
+                    self._seconds[name] = time.monotonic() - self._started[name]
             time.sleep(0.05)
+        of = self._processes
         return {
-            name: Refusal(self._processes.wait(0.1, number), self._processes.stdout(number), self._processes.stderr(number), seconds[name])
+            name: Refusal(of.wait(0.1, number), of.stdout(number), of.stderr(number), self._seconds[name])
             for name, number in self._numbers.items()
         }
 
@@ -279,7 +276,9 @@ def refused(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             flags = tiny_flags(inputs, run_dir, **{"model_path": unreadable, **fields})
             commands.start_rank(name, flags, rank, world_size, free_port())
 
+        # This one is timed, so it runs alone.
         single("batch", 5, prompts_per_iteration=10, samples_per_prompt=1, global_batch_size=10)
+        commands.end()
         single("batch, rank 1", 5, 1, prompts_per_iteration=10, samples_per_prompt=1, global_batch_size=10)
         single("world", 4, tensor_model_parallel_size=2)
         single("training heads", 4, tensor_model_parallel_size=3)
@@ -324,6 +323,11 @@ def test_b70_b99_b39_equations_are_checked_before_anything_is_loaded(refused: di
     for part in parts:
         assert part in refusal.stderr
     assert refusal.stdout == ""
+
+
+def test_b70_a_launch_that_does_not_fit_ends_soon(refused: dict[str, Refusal]) -> None:
+    """B70: within 10 s, of which nearly all is importing torch."""
+    assert refused["batch"].seconds < promised(10.0)
 
 
 def test_b70_only_rank_0_prints(refused: dict[str, Refusal]) -> None:

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+
 from scripts.quickstart_assets import make_tiny
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,6 +28,7 @@ PROGRAM = ("-m", "megatron_ppo", "train")
 WARNING = re.compile(r"warn|deprecat", re.IGNORECASE)
 _MARK = "MEGATRON_PPO_TEST_LAUNCH"
 _POLL_S = 0.05
+_BUSY_LOAD = 4.0
 
 
 def make_inputs(folder: Path) -> Path:
@@ -180,6 +182,11 @@ class Processes:
             return int((Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             return 0
+
+
+def promised(seconds: float) -> float:
+    """A time limit that the product promises on a machine of its own; twice that where more processes want to run than two cores can."""
+    return seconds * (2 if os.getloadavg()[0] > _BUSY_LOAD else 1)
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
