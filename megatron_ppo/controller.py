@@ -45,6 +45,7 @@ class RunContext:
     """Joins rank 0 of both meshes; None on other ranks."""
     synchronizer: WeightSynchronizer
     prompts: PromptSet
+    sampler: PromptSampler
     tokenizer: Tokenizer
     device: torch.device
 
@@ -58,9 +59,6 @@ class Controller:
 
     def __init__(self, context: RunContext) -> None:
         self.context = context
-        self._sampler = PromptSampler(
-            len(context.prompts), context.config.rollout.prompts_per_iteration, context.config.training.seed
-        )
 
     def run(self) -> None:
         """All iterations.
@@ -102,7 +100,7 @@ class RolloutController(Controller):
         with context.watchdog.phase(f"weight sync v{self._training.version}"):
             context.synchronizer.sync(self._training, self._worker)
         with context.watchdog.phase(f"rollout of iteration {iteration}"):
-            prompts = tuple(context.prompts.prompts[row] for row in self._sampler.rows(iteration))
+            prompts = tuple(context.prompts.prompts[row] for row in context.sampler.rows(iteration))
             request = context.bus.put(PromptBatch(iteration, prompts), key=f"prompts/{iteration}")
             self._worker.collect(request)
             if self._samples_greedily(iteration) and context.world.replica == 0:

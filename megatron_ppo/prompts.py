@@ -304,7 +304,7 @@ def _report(faults: Sequence[str], path: Path, *, strict: bool) -> None:
     more = f"\n  and {len(faults) - _SHOWN_FAULTS} more" if len(faults) > _SHOWN_FAULTS else ""
     text = f"{len(faults)} bad lines in {path}:\n  {shown}{more}"
     if strict:
-        raise ValueError(f"{text}\nmend them, or set data.strict_data=False to leave them out")
+        raise ValueError(f"{text}\nmend them, or leave them out with --no-strict-data")
     logger.warning("left out %s", text)
 
 

@@ -24,7 +24,7 @@ from megatron_ppo.controller import RolloutController, RunContext, Stopped, Trai
 from megatron_ppo.data_bus import DataBus
 from megatron_ppo.learning_curve import draw_png, read_metrics
 from megatron_ppo.metrics import MetricsWriter
-from megatron_ppo.prompts import PromptSet, load_prompts
+from megatron_ppo.prompts import PromptSampler, PromptSet, load_prompts
 from megatron_ppo.resharding.executor import Parameters, ReshardExecutor, compare_descriptions
 from megatron_ppo.resharding.families import network_shape
 from megatron_ppo.reward_pool import RewardPool
@@ -40,14 +40,17 @@ def train(config: Config) -> None:
     """One whole run on this rank of the launch. Where any rank fails, all processes end with a non-zero code."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
     device.bind_device()
-    world = init_world(config)
+    try:
+        world = init_world(config)
+    except ValueError as error:  # the user's, and already in words: a traceback would only hide them
+        raise SystemExit(f"megatron_ppo train: {error}") from None
     with Watchdog(world, config.parallel.heartbeat_timeout_s) as watchdog:
         with watchdog.phase("start-up: data"):
             _seed_everything(config.training.seed)
-            tokenizer, prompts = _load_data(config)
+            tokenizer, prompts, sampler = _load_data(config)
             if world.global_rank == 0:
                 _open_run_folder(config)
-        run = Run(config, world, watchdog, tokenizer, prompts)
+        run = Run(config, world, watchdog, tokenizer, prompts, sampler)
         if world.is_training:
             run.train()
         else:
@@ -58,12 +61,15 @@ def train(config: Config) -> None:
 class Run:
     """One rank's parts, and the order in which they are built and closed."""
 
-    def __init__(self, config: Config, world: World, watchdog: Watchdog, tokenizer: Tokenizer, prompts: PromptSet) -> None:
+    def __init__(
+        self, config: Config, world: World, watchdog: Watchdog, tokenizer: Tokenizer, prompts: PromptSet, sampler: PromptSampler
+    ) -> None:
         self._config = config
         self._world = world
         self._watchdog = watchdog
         self._tokenizer = tokenizer
         self._prompts = prompts
+        self._sampler = sampler
         self._timeout_s = 60.0 * config.parallel.distributed_timeout_minutes
         self._bus = DataBus(world, timeout_s=self._timeout_s)
 
@@ -129,7 +135,7 @@ class Run:
             self._compare(executor.describe(sources=sources, destinations=destinations))
             synchronizer = WeightSynchronizer(world, self._bus, executor, verify_always=config.logging.verify_weights)
         context = RunContext(
-            config, world, self._watchdog, self._bus, control, synchronizer, self._prompts, self._tokenizer, device.device()
+            config, world, self._watchdog, self._bus, control, synchronizer, self._prompts, self._sampler, self._tokenizer, device.device()
         )
         return context, executor
 
@@ -179,12 +185,15 @@ def _open_run_folder(config: Config) -> None:
     print(f"{device.report()}\nrun folder: {folder.resolve()}", flush=True)
 
 
-def _load_data(config: Config) -> tuple[Tokenizer, PromptSet]:
-    """Tokenizer and prompts, checked against the model's vocabulary."""
-    tokenizer = load_tokenizer(config)
-    prompts = load_prompts(config, tokenizer)
-    check_vocabulary(tokenizer, prompts.prompts, network_shape(Path(config.model.model_path)).vocab_size)
-    return tokenizer, prompts
+def _load_data(config: Config) -> tuple[Tokenizer, PromptSet, PromptSampler]:
+    """Tokenizer and prompts, checked against the model's vocabulary, and the order of the prompts."""
+    try:
+        tokenizer = load_tokenizer(config)
+        prompts = load_prompts(config, tokenizer)
+        check_vocabulary(tokenizer, prompts.prompts, network_shape(Path(config.model.model_path)).vocab_size)
+        return tokenizer, prompts, PromptSampler(len(prompts), config.rollout.prompts_per_iteration, config.training.seed)
+    except ValueError as error:  # as in train: the words are enough
+        raise ValueError(str(error)) from None
 
 
 def _seed_everything(seed: int) -> None:

@@ -418,13 +418,12 @@ class Watchdog:
         if verdict.rank == me:
             return f"{self._world.describe(me)} was not heard of for too long in phase {verdict.phase}, so the launch ends; ending"
         how = f"{verdict.kind} in phase {verdict.phase}" + (f": {verdict.error}" if verdict.error else "")
-        return f"{self._world.describe(verdict.rank)} {how}; this is rank {me} in phase {self._own_phase()}; ending" + self._own_error()
+        return f"{self._world.describe(verdict.rank)} {how}; {self._own_part(verdict.error)}"
 
-    def _own_phase(self) -> str:
-        return self.current_phase if self._failure is None else self._failure.verdict.phase
-
-    def _own_error(self) -> str:
-        return "" if self._failure is None else f"\n(rank {self._world.global_rank} itself then met: {self._failure.verdict.error})"
+    def _own_part(self, first_error: str = "") -> str:
+        me, own = self._world.global_rank, None if self._failure is None else self._failure.verdict
+        then = f"\n(rank {me} itself then met: {own.error})" if own is not None and own.error != first_error else ""
+        return f"this is rank {me} in phase {self.current_phase if own is None else own.phase}; ending{then}"
 
     def _store_is_gone(self, how: str) -> str:
         me = self._world.global_rank
@@ -432,7 +431,7 @@ class Watchdog:
             return self._tell(Verdict("lost", 0, self._pulse.phase(0)))
         host, port = self._world.store_address
         whose = "rank 0's own" if self._world.rank0_hosts_store else "the launcher's"
-        return f"{whose} store at {host}:{port} is gone ({how}); this is rank {me} in phase {self._own_phase()}; ending" + self._own_error()
+        return f"{whose} store at {host}:{port} is gone ({how}); {self._own_part()}"
 
 
 @dataclass(frozen=True)
