@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from megatron_ppo.config import Config
+from megatron_ppo.run_folder import set_aside
 
 PHASES = ("sync", "rollout", "score", "update")
 """The phases of an iteration whose seconds are logged as ``time/{phase}_s``."""
@@ -110,7 +111,7 @@ class MetricsWriter:
                 warn(f"{type(sink).__name__} could not be closed: {error}")
 
     def _open(self, name: str) -> IO[str]:
-        return (self._folder / name).open("w", encoding="utf-8")
+        return set_aside(self._folder / name).open("w", encoding="utf-8")
 
     def _write(self, file: IO[str], record: Mapping[str, object]) -> None:
         file.write(json.dumps(finite_or_none(record), allow_nan=False, ensure_ascii=False) + "\n")

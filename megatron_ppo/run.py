@@ -19,7 +19,6 @@ from megatron_ppo import device
 from megatron_ppo.backends.base import InferenceBackend
 from megatron_ppo.bridge import Bridge
 from megatron_ppo.config import Config
-from megatron_ppo.config_io import write_config
 from megatron_ppo.controller import RolloutController, RunContext, Stopped, TrainingController
 from megatron_ppo.data_bus import DataBus
 from megatron_ppo.learning_curve import draw_png, read_metrics
@@ -29,6 +28,7 @@ from megatron_ppo.resharding.executor import Parameters, ReshardExecutor, compar
 from megatron_ppo.resharding.families import network_shape
 from megatron_ppo.reward_pool import RewardPool
 from megatron_ppo.rollout_engine import RolloutWorker
+from megatron_ppo.run_folder import PREEMPTED, open_run_folder, set_aside
 from megatron_ppo.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, stop_token_ids
 from megatron_ppo.training_engine import TrainingEngine
 from megatron_ppo.watchdog import Watchdog
@@ -49,7 +49,8 @@ def train(config: Config) -> None:
             _seed_everything(config.training.seed)
             tokenizer, prompts, sampler = _load_data(config)
             if world.global_rank == 0:
-                _open_run_folder(config)
+                folder = open_run_folder(config)
+                print(f"{device.report()}\nrun folder: {folder.resolve()}", flush=True)
         run = Run(config, world, watchdog, tokenizer, prompts, sampler)
         if world.is_training:
             run.train()
@@ -86,7 +87,7 @@ class Run:
         stopped = self._loop(TrainingController(context, engine, writer))
         with self._watchdog.phase("closing"):
             if config.logging.save_hf and not stopped:
-                engine.export_hf(Path(config.logging.run_dir) / "hf")
+                self._export(engine)
             if writer is not None:
                 writer.close()
                 self._summarise(stopped)
@@ -162,10 +163,17 @@ class Run:
             controller.run()
         except Stopped as stopped:
             if self._world.global_rank == 0:
-                (Path(self._config.logging.run_dir) / "PREEMPTED").write_text(f"{stopped}\n", encoding="utf-8")
+                (Path(self._config.logging.run_dir) / PREEMPTED).write_text(f"{stopped}\n", encoding="utf-8")
                 print(f"{stopped}", flush=True)
             return True
         return False
+
+    def _export(self, engine: TrainingEngine) -> None:
+        """Write the trained actor in Hugging Face format. Collective over the training mesh."""
+        folder = Path(self._config.logging.run_dir) / "hf"
+        if self._world.global_rank == 0:
+            set_aside(folder)
+        engine.export_hf(folder)
 
     def _summarise(self, stopped: bool) -> None:
         """The pictures of the run. A run that was stopped before its first iteration has none."""
@@ -175,14 +183,6 @@ class Run:
             draw_png(records, folder / "learning_curve.png")
         if not stopped:
             print(f"finished {len(records)} iterations; records are in {folder}", flush=True)
-
-
-def _open_run_folder(config: Config) -> None:
-    folder = Path(config.logging.run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "PREEMPTED").unlink(missing_ok=True)
-    write_config(config, folder / "config.yaml")
-    print(f"{device.report()}\nrun folder: {folder.resolve()}", flush=True)
 
 
 def _load_data(config: Config) -> tuple[Tokenizer, PromptSet, PromptSampler]:

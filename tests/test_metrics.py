@@ -12,9 +12,11 @@ import torch
 from toy_batches import make_trajectories
 
 from megatron_ppo.config import Config
+from megatron_ppo.config_io import read_yaml
 from megatron_ppo.experience import make_experience
 from megatron_ppo.learning_curve import draw_png, draw_text, read_metrics, time_split
 from megatron_ppo.metrics import MetricsWriter, Stopwatch, summarise
+from megatron_ppo.run_folder import PREEMPTED, open_run_folder, set_aside
 from megatron_ppo.types import TrajectoryBatch
 
 
@@ -138,3 +140,24 @@ def test_stopwatch_books_every_second_once() -> None:
     watch.lap("a")
     assert set(watch.seconds) == {"a", "b"}
     assert watch.total == pytest.approx(sum(watch.seconds.values()))
+
+
+def test_a_second_run_in_the_same_folder_loses_nothing_of_the_first(tmp_path: Path) -> None:
+    for run in range(3):
+        writer = _writer(tmp_path)
+        writer.log(0, {"run": float(run)})
+        writer.close()
+    names = ("metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl")
+    assert [json.loads((tmp_path / name).read_text())["run"] for name in names] == [0.0, 1.0, 2.0]
+
+
+def test_the_run_folder_keeps_the_configurations_and_forgets_the_mark_of_a_stop(tmp_path: Path) -> None:
+    config = Config().replace(run_dir=str(tmp_path / "run"))
+    folder = open_run_folder(config)
+    (folder / PREEMPTED).write_text("x")
+    (folder / "hf").mkdir()
+    assert set_aside(folder / "hf") == folder / "hf"
+    assert open_run_folder(config.replace(lr=1.0)) == folder
+    assert sorted(path.name for path in folder.iterdir()) == ["config.1.yaml", "config.yaml", "hf.1"]
+    assert read_yaml(folder / "config.yaml").optimizer.lr == 1.0
+    assert read_yaml(folder / "config.1.yaml") == config
