@@ -107,6 +107,28 @@ def test_every_rollout_rank_gets_its_shard_and_no_byte_more(
     assert sent == sum(traffic[rank].bytes_received for rank in range(num_training, num_training + tp))
 
 
+def test_ranks_are_counted_tp_first_and_stages_last(models: dict[str, str]) -> None:
+    """Who sends or gets which columns of ``down_proj`` (96 of them, of each layer) says where a rank stands."""
+
+    def columns(plan: ReshardPlan, *, senders: bool) -> dict[int, set[tuple[str, tuple[int, int]]]]:
+        held: dict[int, set[tuple[str, tuple[int, int]]]] = {}
+        for group in plan.groups:
+            for transfer in group.transfers:
+                if "down_proj" in transfer.name:
+                    for rank in (group.source,) if senders else group.destinations:
+                        held.setdefault(rank, set()).add((transfer.name.split(".")[2], transfer.canonical[1]))
+        return held
+
+    halves = [(0, 48), (48, 96)]
+    plan = refit_plan(make_config(models["llama"], mesh(tp=2, pp=2), rollout(2, 2)), 10)
+    for rank, held in columns(plan, senders=True).items():
+        assert held <= {(layer, halves[rank % 2]) for layer in ("01" if rank < 4 else "23")}
+    for first in (1, 2, 3):  # training ranks before them
+        plan = refit_plan(make_config(models["llama"], rollout(4, 2)), first + 4)
+        for rank, held in columns(plan, senders=False).items():
+            assert held == {(layer, halves[(rank - first) % 2]) for layer in "0123"}
+
+
 def test_the_plan_depends_on_what_matters_and_nothing_else(models: dict[str, str]) -> None:
     def digest(*changes: Mapping[str, object], world_size: int = 6) -> str:
         return refit_plan(make_config(models["llama"], mesh(tp=2, pp=2), rollout(2), *changes), world_size).digest()
