@@ -282,10 +282,8 @@ def test_b42_engine_seeds_differ_between_replicas_only(config: Config, monkeypat
     from megatron_ppo.run import Run
 
     monkeypatch.setattr(hf, "HFBackend", lambda config, *, seed: seed)
-    nothing: Any = SimpleNamespace()
-    worlds = [world_of(rank, num_ranks=4, tensor_parallel=2) for rank in range(4)]
-    seeds = [Run(config, world, nothing, nothing, nothing)._inference_backend() for world in worlds]
-    assert seeds == [1, 1, 2, 2]
+    runs: list[Any] = [SimpleNamespace(_config=config, _world=world_of(rank, num_ranks=4, tensor_parallel=2)) for rank in range(4)]
+    assert [Run._inference_backend(run) for run in runs] == [1, 1, 2, 2]
 
 
 def test_b42_the_same_run_twice_gives_the_same_rollouts_and_another_iteration_others(config: Config, folder: Path) -> None:
