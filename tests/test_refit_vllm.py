@@ -228,7 +228,7 @@ def make_config(folder: Path, case: Case) -> Config:
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == FAST else pytest.mark.slow) for name in CASES])
 def test_a_trained_actor_arrives_in_vllm_bit_for_bit(tmp_path: Path, name: str) -> None:
-    """B26, B27 and the RFC's refit: every element, every byte counted, log-probs equal, a spoilt weight named."""
+    """B28 and the refit as a whole: every element, every byte counted, log-probs equal, a spoilt weight named."""
     case = CASES[name]
     config = make_config(tmp_path, case)
     found = run_ranks(refit, case.world_size, config, str(tmp_path / "export"), timeout_s=500)

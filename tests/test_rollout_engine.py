@@ -377,7 +377,7 @@ def test_a_row_needs_its_completion() -> None:
 # -- rewards ----------------------------------------------------------------------------------------------------------
 
 
-def test_b81_timeouts_and_errors_of_the_reward_are_counted(config: Config) -> None:
+def test_b80_timeouts_and_errors_of_the_reward_are_counted(config: Config) -> None:
     texts = {PROMPTS[0].token_ids: "loop", PROMPTS[1].token_ids: "raise", PROMPTS[2].token_ids: "nan", PROMPTS[3].token_ids: "abc"}
     tokenizer = load_tokenizer(config)
     backend = Told(lambda prompt, seed: tokenizer.encode(texts[prompt], add_bos=False))
