@@ -8,7 +8,6 @@ Which framework trains is the backend's matter; when what is asked is the contro
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -148,7 +147,10 @@ class TrainingEngine:
 
 
 def _mean_of_steps(results: dict[str, list[StepResult]]) -> dict[str, float]:
-    """Statistics of all steps; the critic's gradient norm and rate carry its name, losses have names of their own."""
+    """Statistics of all steps; the critic's gradient norm and rate carry its name, losses have names of their own.
+
+    What no step has (a count of 0, a gradient norm where all were skipped) is left out.
+    """
     metrics: dict[str, float] = {}
     for role, steps in results.items():
         prefix = "" if role == "actor" else "critic/"
@@ -158,7 +160,8 @@ def _mean_of_steps(results: dict[str, list[StepResult]]) -> dict[str, float]:
             metrics[name] = sum(values) / len(values)
         if steps:
             norms = [step.grad_norm for step in steps if not step.skipped]
-            metrics[f"{prefix}grad_norm"] = sum(norms) / len(norms) if norms else math.nan
+            if norms:
+                metrics[f"{prefix}grad_norm"] = sum(norms) / len(norms)
             metrics[f"{prefix}lr"] = steps[-1].lr
             metrics[f"{prefix}skipped_steps"] = float(sum(step.skipped for step in steps))
     return metrics
