@@ -17,9 +17,7 @@ What happens after a request to stop or save is the loop's business: here it onl
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
-import multiprocessing
 import os
 import re
 import select
@@ -441,20 +439,6 @@ class _Failure:
     verdict: Verdict
     traceback: str
     held_back_until: float
-
-
-def set_parent_death_signal(number: int = signal.SIGKILL) -> None:
-    """Have the kernel send ``number`` to this process when the thread that started it ends. Call it first thing in a child process.
-
-    ``RuntimeError`` where the parent is gone already, or the kernel refuses. Linux: prctl(2), PR_SET_PDEATHSIG.
-    """
-    pr_set_pdeathsig = 1
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(pr_set_pdeathsig, int(number), 0, 0, 0) != 0:
-        raise RuntimeError(f"prctl(PR_SET_PDEATHSIG, {int(number)}) failed: {os.strerror(ctypes.get_errno())}")
-    parent = multiprocessing.parent_process()
-    if parent is not None and not parent.is_alive():
-        raise RuntimeError(f"the parent, process {parent.pid}, ended before its child {os.getpid()} had started")
 
 
 def _is_echo(error: BaseException) -> bool:

@@ -107,7 +107,7 @@ class World:
 
     @property
     def is_head(self) -> bool:
-        """Whether this rollout rank speaks for its replica. A training rank's backend decides that (see ``all_heads``)."""
+        """Whether this rollout rank speaks for its replica. ``RuntimeError`` on a training rank."""
         self._require_rollout("is_head")
         return self.replica_tp_rank == 0
 
@@ -115,13 +115,6 @@ class World:
     def replica_heads(self) -> list[int]:
         """Global ranks of the heads of all replicas, in replica order."""
         return list(self.rollout_ranks[:: self.rollout_tensor_parallel_size])
-
-    def replica_ranks(self, replica: int) -> range:
-        """Global ranks of one replica, in tensor-parallel order."""
-        if not 0 <= replica < self.num_replicas:
-            raise ValueError(f"there is no replica {replica}: this launch has {self.num_replicas} of them")
-        size = self.rollout_tensor_parallel_size
-        return self.rollout_ranks[replica * size : (replica + 1) * size]
 
     def describe(self, global_rank: int) -> str:
         """``rank 5 (rollout rank 1)``, as all messages name a rank."""
@@ -186,18 +179,6 @@ def close_world(world: World) -> None:
     """Leave the mesh's default group and give RANK and WORLD_SIZE their launch-wide values back."""
     dist.destroy_process_group()
     os.environ.update(RANK=str(world.global_rank), WORLD_SIZE=str(world.world_size))
-
-
-def all_heads(world: World, is_head: bool) -> tuple[list[int], list[int]]:
-    """Global ranks of the heads of both meshes: (training, rollout), each ascending. Every rank of the launch calls this once.
-
-    ``is_head`` is whether this rank speaks for its data-parallel replica (training) or engine (rollout, ``World.is_head``). The
-    answers travel through the store, so that no group has to join the meshes for it.
-    """
-    world.store.set(f"head/{world.global_rank}", "1" if is_head else "0")
-    answers = world.store.multi_get([f"head/{rank}" for rank in range(world.world_size)])
-    heads = [rank for rank, answer in enumerate(answers) if answer == b"1"]
-    return [rank for rank in heads if rank in world.training_ranks], [rank for rank in heads if rank in world.rollout_ranks]
 
 
 # -- the launcher's environment ---------------------------------------------------------------------------------------

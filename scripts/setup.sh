@@ -32,7 +32,7 @@ install() {
     fi
 }
 
-pip_install() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
+pip_install() { "$venv/bin/python" -m pip install -qq --disable-pip-version-check "$@"; }  # errors only
 
 base() {
     echo "setup: installing (some minutes, about 4 GB)"

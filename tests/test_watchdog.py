@@ -23,7 +23,7 @@ from launch_config import two_by_two
 from spawn import free_port, rank_environment, start_process
 
 from megatron_ppo.bridge import Bridge
-from megatron_ppo.watchdog import Beat, Pulse, Watchdog, _is_echo, set_parent_death_signal
+from megatron_ppo.watchdog import Beat, Pulse, Watchdog, _is_echo
 from megatron_ppo.world import World, init_world
 
 PHASE = "weight sync v3"
@@ -70,18 +70,6 @@ def test_the_phase_of_an_error_is_the_innermost(tmp_path: Path) -> None:
     assert process.exitcode == 1
     assert "rank 0 (training rank 0) failed in phase inner: KeyError: 'x'; ending" in (tmp_path / "log").read_text()
     assert "phases: start-up outer handled inner outer" in (tmp_path / "log").read_text()
-
-
-def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
-    parent = start_process(play, ("parent", tmp_path), {})
-    wait_for((tmp_path / "ready0").exists, "the child", str)
-    child = os.pidfd_open(int((tmp_path / "ready0").read_text()))
-    try:
-        parent.kill()
-        parent.join()
-        wait_for(lambda: not alive(child), "the child to end", str, time.monotonic() + 10)
-    finally:
-        os.close(child)
 
 
 # -- launches ---------------------------------------------------------------------------------------------------------
@@ -293,7 +281,6 @@ def check_fork(watchdog: Watchdog) -> int:
     """SIGTERM to a forked child ends the child and is not heard here; returns the signal that ended it."""
     child = os.fork()
     if child == 0:
-        set_parent_death_signal()
         time.sleep(60)
     time.sleep(0.1)
     os.kill(child, signal.SIGTERM)
@@ -345,13 +332,6 @@ def rank_nested(folder: Path) -> None:
             print("phases:", *seen, flush=True)
             with watchdog.phase("inner"):
                 raise KeyError("x")
-
-
-def rank_parent(folder: Path) -> None:
-    if os.fork() == 0:
-        set_parent_death_signal()
-        ready(folder, 0)
-    time.sleep(60)
 
 
 def play(scenario: str, folder: Path) -> None:
