@@ -7,5 +7,5 @@ bash scripts/setup.sh smollm2
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 echo "== lint";             ruff check .
 echo "== types";            mypy
-echo "== import contracts"; lint-imports --no-logo 2>/dev/null || lint-imports
+echo "== import contracts"; lint-imports --no-cache
 echo "== tests";            python -m pytest "$@"
