@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 import torch
+from torch.utils._device import _device_constructors
 
 # -- what there is ----------------------------------------------------------------------------------------------------
 
@@ -338,6 +339,10 @@ def _install_stand_ins() -> None:
     # Optimizers and clipping compare ``param.type()`` with 'torch.cuda.FloatTensor'.
     original_type = torch.Tensor.type
     _stand_in(torch.Tensor, "type", lambda tensor, *args, **options: _named(original_type(tensor, *args, **options)))
+    # ``with torch.device(...)`` knows torch's factories by identity, from a list that it makes at its first use: let it make that now.
+    # Made later it would hold the stand-ins, and transformers, which builds models under ``torch.device("meta")``, would leave
+    # rotary frequencies uninitialised.
+    _device_constructors()
     # Schedules, optimizers, clipping and masks make small tensors with a literal device="cuda", or pin them for a copy to it.
     for name in ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like"):
         _stand_in(torch, name, _on_cpu(getattr(torch, name)))

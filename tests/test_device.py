@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from toy_models import make_toy
 
 from megatron_ppo import device
 
@@ -111,6 +112,25 @@ def test_stand_ins_serve_megatron_alone_and_the_import_is_quiet() -> None:
 
 
 @no_cuda
+def test_transformers_models_are_whole_beside_the_stand_ins(tmp_path: Path) -> None:
+    """transformers builds models under a device context; its rotary buffers come from factories that the stand-ins replace."""
+    folder = make_toy(tmp_path)
+    script = f"""
+import torch
+from megatron_ppo import device
+device.prepare_megatron()
+from transformers import AutoModelForCausalLM
+with torch.device("meta"):
+    assert torch.arange(3).is_meta and torch.empty(2).is_meta
+model = AutoModelForCausalLM.from_pretrained({str(folder)!r})
+size = 2 * len(model.model.rotary_emb.inv_freq)
+expected = 10000.0 ** (-torch.arange(0, size, 2) / size)
+torch.testing.assert_close(model.model.rotary_emb.inv_freq, expected)
+"""
+    result = run_python(script)
+    assert result.returncode == 0, result.stderr
+
+
 def test_megatron_imported_too_early_is_an_error() -> None:
     result = run_python("import megatron.core; from megatron_ppo import device; device.prepare_megatron()")
     assert result.returncode != 0
