@@ -47,7 +47,7 @@ PROMPTS = tuple(Prompt(prompt_id=10 + i, token_ids=tuple(range(5, 8 + i)), text=
 
 
 class Told(InferenceBackend):
-    """Answers as told: ``answer(prompt, seed)``. Remembers what it was asked, and in which order it was used."""
+    """Answers as told: ``answer(prompt, seed)``; truncated where the last id is no stop. Remembers its calls, and their order."""
 
     def __init__(self, answer: Callable[[tuple[int, ...], int], list[int]] = lambda prompt, seed: [prompt[-1], EOS]) -> None:
         self.answer = answer
@@ -58,7 +58,9 @@ class Told(InferenceBackend):
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
         self.calls.append(([list(prompt) for prompt in prompts], sampling, list(seeds)))
         answers = [self.answer(tuple(prompt), seed) for prompt, seed in zip(prompts, seeds, strict=True)]
-        return [Completion(ids, [-0.5 - 0.25 * i for i in range(len(ids))], truncated=EOS not in ids) for ids in answers]
+        log_probs = [[-0.5 - 0.25 * i for i in range(len(ids))] for ids in answers]
+        stops = sampling.stop_token_ids
+        return [Completion(ids, given, truncated=stops.isdisjoint(ids[-1:])) for ids, given in zip(answers, log_probs, strict=True)]
 
     def weights(self) -> dict[str, Tensor]:
         return self.parameters
@@ -336,7 +338,7 @@ def test_b34_b35_masks_come_from_lengths_never_from_ids(config: Config) -> None:
         assert batch.tokens[row][mask].tolist() == ids
         assert batch.tokens[row, :length].tolist() == list(prompts[row].token_ids)
     assert bool((batch.rollout_log_probs[~batch.response_mask] == 0).all())
-    assert batch.truncated.tolist() == [True, False, True, True], "as the engine said (Told calls id 1 alone an end)"
+    assert batch.truncated.tolist() == [False, False, True, False], "only the response without either stop id is cut off"
 
 
 def test_b34_responses_of_a_real_engine_end_at_the_first_stop_id(config: Config, folder: Path) -> None:
