@@ -1,7 +1,7 @@
 """TrainingEngine on real Megatron backends: one call for every algorithm, and results that no split of a batch changes.
 
-A launch of one rank gives the truth, one of two ranks the same by data parallelism and by pipeline stages. Each builds a backend a
-case (module fixtures), and each test judges some of the cases.
+A launch of one rank gives the truth, those of two and four ranks the same by data, tensor and pipeline parallelism. Each builds a
+backend a case (module fixtures), and each test judges some of the cases.
 """
 
 from __future__ import annotations
@@ -9,173 +9,23 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from megatron_parity_support import gather_canonical
 from spawn import run_ranks
 from torch import Tensor
 from toy_batches import make_trajectories
 from toy_models import make_toy
+from training_engine_support import Case, Results, make_batch, run_cases
 from transformers import AutoModelForCausalLM, LlamaForSequenceClassification
 
-from megatron_ppo.backends.base import StepResult
-from megatron_ppo.config import Config
-from megatron_ppo.data_bus import DataBus, DataHandle
-from megatron_ppo.experience import make_experience
-from megatron_ppo.training_engine import TrainingEngine
-from megatron_ppo.types import Experience, TrajectoryBatch
-from megatron_ppo.world import World
+from megatron_ppo.types import TrajectoryBatch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-PROMPT_LENGTHS = (3, 4, 2, 5, 3, 6, 2, 4)
-RESPONSE_LENGTHS = (9, 5, 12, 1, 10, 10, 0, 7)
 TEMPERATURE, LR = 0.7, 0.1
-Results = dict[str, dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One engine, the rows it learns from, and how the update is called."""
-
-    fields: Mapping[str, object]
-    """Flat configuration fields."""
-    algorithm: Mapping[str, object] | None = None
-    """Fields of the ``algorithm_config`` handed to the call where it is not the configuration's own."""
-    rows: tuple[int, ...] = tuple(range(8))
-    length: int | None = None
-    """Columns of the batch; default: as long as its longest row."""
-    pad_token: int = 0
-    num_updates: int = 1
-    poison: Literal["none", "advantage", "weight"] = "none"
-    """NaN in one valid advantage, or in one weight of the last rank."""
-
-
-# -- what runs on the ranks -------------------------------------------------------------------------------------------
-
-
-def run_cases(rank: int, world_size: int, cases: Mapping[str, Case]) -> Results:
-    """What each case gave, as this rank saw it; ``fetch`` too where there are several ranks."""
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=rank == 0, wait_for_workers=False)
-    dist.init_process_group("gloo", store=dist.PrefixStore("training", store), rank=rank, world_size=world_size)
-    world = World(rank, world_size, rank, "training", rank, world_size, range(world_size), range(world_size, world_size), 1, store, "test")
-    results = {name: run_case(world, case) for name, case in cases.items()}
-    if world_size > 1:
-        results["fetch"] = fetch(world)
-    dist.barrier()
-    dist.destroy_process_group()
-    return results
-
-
-def run_case(world: World, case: Case) -> dict[str, Any]:
-    from megatron_ppo.backends.megatron import MegatronBackend
-    from megatron_ppo.backends.megatron_setup import destroy_megatron
-
-    class Recording(MegatronBackend):
-        """Remembers what every optimizer step reported, and how many passes it took."""
-
-        def train_step(self, role: Any, micro_batches: Any, loss_fn: Any, *, temperature: float = 1.0) -> StepResult:
-            result = super().train_step(role, micro_batches, loss_fn, temperature=temperature)
-            steps.append((role, result, len(micro_batches)))
-            return result
-
-    steps: list[tuple[str, StepResult, int]] = []
-    torch.manual_seed(11)
-    config = Config().replace(**dict(case.fields))
-    try:
-        backend = Recording(config, num_optimizer_steps=config.num_optimizer_steps)
-        bus = DataBus(world, timeout_s=60)
-        engine = TrainingEngine(config, world, bus, backend, torch.device("cpu"))
-        return {"steps": steps} | observe(world, config, case, backend, engine, bus)
-    except ValueError as error:
-        return {"refused": str(error)}
-    finally:
-        destroy_megatron()
-
-
-def observe(world: World, config: Config, case: Case, backend: Any, engine: TrainingEngine, bus: DataBus) -> dict[str, Any]:
-    batch = make_batch(case)
-    algorithm = config.algorithm if case.algorithm is None else dataclasses.replace(config.algorithm, **dict(case.algorithm))  # type: ignore[arg-type]
-    if case.poison == "weight" and world.rank == world.mesh_size - 1:
-        next(iter(backend.weights().values()))[5] = float("nan")
-    found: dict[str, Any] = {
-        "log_probs": engine.compute_log_probs(batch),
-        "ref": engine.compute_ref_log_probs(batch),
-        "values": engine.compute_values(batch),
-        "scores": engine.compute_scores(batch),
-        "metrics": [],
-    }
-    try:
-        experience, found["experience"] = make_experience(
-            batch, found["log_probs"], found["values"], found["ref"], found["scores"], algorithm, algorithm.kl_coef
-        )
-    except FloatingPointError as error:
-        return found | {"not finite": str(error)}
-    found |= {"advantages": experience.advantages, "returns": experience.returns}
-    frozen = {name: tensor.clone() for name, tensor in backend.named_parameters("reference").items()} if config.uses_reference else {}
-    found["start"] = {role: gather_canonical(backend, role) for role in trained(config)}
-    update(engine, bus, spoilt(experience) if case.poison == "advantage" else experience, algorithm, case.num_updates, found)
-    found["version"] = engine.version
-    found["weights"] = {role: gather_canonical(backend, role) for role in trained(config)}
-    if config.uses_reference:
-        reference = backend.named_parameters("reference")
-        found["reference kept"] = all(torch.equal(frozen[name], tensor) for name, tensor in reference.items())
-        found["ref after"] = engine.compute_ref_log_probs(batch)
-        own = {tensor.untyped_storage().data_ptr() for tensor in backend.weights().values()}
-        found["reference shares"] = [name for name, tensor in reference.items() if tensor.untyped_storage().data_ptr() in own]
-    return found
-
-
-def update(
-    engine: TrainingEngine, bus: DataBus, experience: Experience, algorithm: Any, num_updates: int, found: dict[str, Any]
-) -> None:
-    for _ in range(num_updates):
-        handle = bus.put(experience)
-        found["metrics"].append(engine.update_policy(handle, algorithm))
-        bus.delete(handle)
-
-
-def spoilt(experience: Experience) -> Experience:
-    """One valid advantage of row 0 alone is NaN: only the replica that holds it sees one."""
-    advantages = experience.advantages.clone()
-    advantages[0, int(experience.trajectories.prompt_lengths[0])] = float("nan")
-    return dataclasses.replace(experience, advantages=advantages)
-
-
-def trained(config: Config) -> list[str]:
-    return ["actor", "critic"] if config.model.critic == "separate" else ["actor"]
-
-
-def make_batch(case: Case) -> TrajectoryBatch:
-    batch = make_trajectories(PROMPT_LENGTHS, RESPONSE_LENGTHS, length=case.length, pad_token=case.pad_token, group_size=4)
-    if case.rows == tuple(range(8)):
-        return batch
-    if len(case.rows) > 8:  # a bigger batch of the same rows
-        batch = TrajectoryBatch.concatenate([batch] * (len(case.rows) // 8))
-    return batch.select(torch.tensor(case.rows))
-
-
-def fetch(world: World) -> dict[str, Any]:
-    """Three replicas' trajectories of unlike width, each put by a rank that does not pull it."""
-    bus = DataBus(world, timeout_s=60)
-    engine = TrainingEngine(Config(), world, bus, backend=None, device=torch.device("cpu"))  # type: ignore[arg-type]
-    handles = []
-    for index in range(3):
-        owner = (index + 1) % world.mesh_size
-        handles.append(DataHandle(owner, f"trajectories/{index}"))
-        if world.rank == owner:
-            part = make_trajectories((2, 3), (1 + 4 * index, 2), seed=index)
-            bus.put(dataclasses.replace(part, metrics={"time": [float(index)]}), handles[-1].key)
-    found = {"batch": engine.fetch(handles)}
-    dist.barrier()  # the owners serve until all have pulled
-    return found
 
 
 # -- cases ------------------------------------------------------------------------------------------------------------
@@ -222,6 +72,7 @@ def grpo(models: Mapping[str, str], **changes: object) -> dict[str, object]:
 ONE_STEP = {"global_batch_size": 8, "ppo_epochs": 1, "clip_grad": 0.0}
 FIVE, ONE = (0, 1, 2, 4, 7), (2,)
 UNEVEN = {"micro_batch_size": 1}
+TP2 = {"tensor_model_parallel_size": 2}
 
 
 def b100(models: Mapping[str, str], **changes: object) -> dict[str, object]:
@@ -239,7 +90,7 @@ def single(models: dict[str, str]) -> Results:
         "max tokens": Case(ppo(models, max_tokens_per_micro_batch=20)),
         "padded": Case(ppo(models), length=40, pad_token=9),
         "one step ppo": Case(ppo(models, **ONE_STEP)),
-        "three updates": Case(ppo(models), num_updates=3),
+        "two updates": Case(ppo(models), num_updates=2),
         "grpo": Case(grpo(models)),
         "one step grpo": Case(grpo(models, **ONE_STEP, loss_aggregation="sequence_mean")),
         "grpo by the call": Case(grpo(models, **ONE_STEP, advantage_estimator="gae"), algorithm=sequence),
@@ -263,6 +114,8 @@ def two_ranks(models: dict[str, str]) -> list[Results]:
         "dp2": Case(ppo(models, micro_batch_size=2)),
         "dp2 max tokens": Case(ppo(models, max_tokens_per_micro_batch=16)),
         "pp2": Case(ppo(models, micro_batch_size=2, **pp2)),
+        "tp2": Case(ppo(models, **TP2), num_updates=2),
+        "tp2 sequence parallel": Case(ppo(models, sequence_parallel=True, **TP2), num_updates=2),
         "dp2 five rows": Case(ppo(models, global_batch_size=5, **UNEVEN), rows=FIVE),
         "dp2 one row": Case(ppo(models, global_batch_size=1, **UNEVEN), rows=ONE),
         "dp2 grpo": Case(grpo(models)),
@@ -271,6 +124,12 @@ def two_ranks(models: dict[str, str]) -> list[Results]:
         "dp2 nan weight": Case(ppo(models), poison="weight"),
     }
     return run_ranks(run_cases, 2, cases, timeout_s=280)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(models: dict[str, str]) -> list[Results]:
+    tp2_pp2 = Case(ppo(models, micro_batch_size=2, pipeline_model_parallel_size=2, **TP2), num_updates=2)
+    return run_ranks(run_cases, 4, {"tp2 pp2": tp2_pp2}, timeout_s=280)
 
 
 # -- judgement --------------------------------------------------------------------------------------------------------
@@ -319,6 +178,20 @@ def test_b52_b96_data_parallel_and_pipeline_ranks_train_as_one(single: Results, 
     assert first["metrics"] == second["metrics"]
     assert first["experience"] == second["experience"]
     assert {n for _, _, n in first["steps"]} == {n for _, _, n in second["steps"]}
+
+
+@pytest.mark.parametrize("name", ["tp2", "tp2 sequence parallel", "tp2 pp2"])
+def test_tensor_parallel_ranks_train_as_one(single: Results, name: str, request: pytest.FixtureRequest) -> None:
+    """Two updates by the product's own losses: grad norms (in ``metrics``), weights, and what both networks say afterwards, to 1e-5."""
+    ranks: list[Results] = request.getfixturevalue("four_ranks" if name == "tp2 pp2" else "two_ranks")
+    truth = single["two updates"]
+    assert_same(ranks[0][name], truth)
+    assert len(truth["metrics"]) == 2 and all(step["grad_norm"] > 0 and step["critic/grad_norm"] > 0 for step in truth["metrics"])
+    for one in ranks:
+        assert one[name]["metrics"] == ranks[0][name]["metrics"]
+        for tensor in ("log_probs after", "values after"):
+            torch.testing.assert_close(one[name][tensor], truth[tensor], atol=1e-5, rtol=0)
+            assert not torch.allclose(one[name][tensor], truth[tensor.removesuffix(" after")], atol=1e-3)
 
 
 def test_one_call_serves_ppo_and_grpo(single: Results, two_ranks: list[Results]) -> None:
@@ -393,15 +266,15 @@ def test_b63_the_ratio_of_the_first_step_is_exactly_one(single: Results) -> None
     for name in ("ppo", "micro 3", "max tokens"):  # other passes than those of the old log-probs
         first = next(result for role, result, _ in single[name]["steps"] if role == "actor")
         assert abs(first.metrics["ratio/mean"] - 1) < 1e-6 and abs(first.metrics["kl/approx"]) < 1e-9 and first.metrics["clip_frac"] == 0
-    assert single["three updates"]["metrics"][-1]["kl/approx"] > 1e-6
+    assert single["two updates"]["metrics"][-1]["kl/approx"] > 1e-6
 
 
 def test_b63_the_reference_stays(single: Results, two_ranks: list[Results]) -> None:
-    for found in (single["three updates"], two_ranks[0]["pp2"], two_ranks[1]["pp2"]):
+    for found in (single["two updates"], two_ranks[0]["pp2"], two_ranks[1]["pp2"]):
         assert found["reference kept"] and found["reference shares"] == []
         assert torch.equal(found["ref"], found["ref after"])
-    assert torch.equal(single["three updates"]["ref"], single["three updates"]["log_probs"])
-    assert single["three updates"]["version"] == 3
+    assert torch.equal(single["two updates"]["ref"], single["two updates"]["log_probs"])
+    assert single["two updates"]["version"] == 2
 
 
 @pytest.mark.parametrize("rows", ["five rows", "one row"])
