@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from megatron_ppo.config_io import parse_arguments
 from megatron_ppo.learning_curve import draw_text, read_metrics, time_split
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,47 +77,67 @@ def main() -> int:
     mesh = arguments.mesh or DEFAULT_MESH[arguments.model]
     run_dir = arguments.run_dir or Path("runs") / ("quickstart" if arguments.model == "tiny" else arguments.model)
     inputs = Path("runs") / "inputs" / f"{arguments.model}-seed{arguments.seed}"
-    if not (inputs / "prompts.jsonl").is_file():
-        print(f"quickstart: making model, tokenizer and prompts in {inputs}", flush=True)
-        assets = [sys.executable, "scripts/quickstart_assets.py", arguments.model, str(inputs), "--seed", str(arguments.seed)]
-        subprocess.run(assets, check=True, cwd=ROOT)
-    code = launch(
-        mesh,
-        [
-            *("--config", f"examples/{arguments.model}.yaml"),
-            *("--model-path", str(inputs / "model"), "--prompt-data", str(inputs / "prompts.jsonl")),
-            *("--run-dir", str(run_dir), "--seed", str(arguments.seed)),
-            *mesh.flags(),
-            *train_flags,
-        ],
-    )
+    flags = [
+        *("--config", f"examples/{arguments.model}.yaml"),
+        *("--model-path", str(inputs / "model"), "--prompt-data", str(inputs / "prompts.jsonl")),
+        *("--run-dir", str(run_dir), "--seed", str(arguments.seed)),
+        *mesh.flags(),
+        *train_flags,
+    ]
+    os.chdir(ROOT)
+    num_ranks = count_ranks(flags, mesh.dp)
+    make_inputs(arguments.model, inputs, arguments.seed)
+    code = launch(num_ranks, flags)
     if code == 0:
         show(run_dir)
     return code
 
 
-def launch(mesh: Mesh, train_flags: list[str]) -> int:
-    """One torchrun with all ranks of the mesh on this machine."""
+def count_ranks(train_flags: list[str], data_parallel_size: int) -> int:
+    """Ranks that the flags ask for; a flag given by hand stands above the mesh. A wrong flag ends the program here, with its message."""
+    config = parse_arguments(train_flags, program="bash scripts/quickstart.sh")
+    return config.model_parallel_size * data_parallel_size + config.parallel.rollout_world_size
+
+
+def make_inputs(model: str, folder: Path, seed: int) -> None:
+    """Model, tokenizer and prompts, unless this recipe has made them before; whole or not at all."""
+    script = ROOT / "scripts" / "quickstart_assets.py"
+    recipe = hashlib.sha256(script.read_bytes()).hexdigest()
+    mark = folder / "recipe"
+    if mark.is_file() and mark.read_text() == recipe:
+        return
+    print(f"quickstart: making model, tokenizer and prompts in {folder}", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([sys.executable, str(script), model, str(folder), "--seed", str(seed)], check=True)
+    mark.write_text(recipe)
+
+
+def launch(num_ranks: int, train_flags: list[str]) -> int:
+    """One torchrun with all ranks on this machine."""
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(mesh.world_size)),
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)),
         *("--no-python", sys.executable, "-m", "megatron_ppo", "train"),
         *train_flags,
     ]
-    print(f"quickstart: {mesh.world_size} ranks: torchrun {' '.join(command[3:])}", flush=True)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment).returncode
+    print(f"quickstart: {num_ranks} ranks: torchrun {' '.join(command[3:])}", flush=True)
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "CUDA_VISIBLE_DEVICES": "",  # the environment of setup.sh is for CPU ranks, also on a machine with a GPU
+    }
+    return subprocess.run(command, env=environment).returncode
 
 
 def show(run_dir: Path) -> None:
     """The learning curve, the time split, and where everything lies."""
-    folder = ROOT / run_dir
-    records = read_metrics(folder)
+    records = read_metrics(run_dir)
     if len(records) > 1:
         print(draw_text(records))
     print(time_split(records))
     first, last = records[0]["reward/mean"], records[-1]["reward/mean"]
     print(f"mean reward {first:.3f} -> {last:.3f}")
-    print(f"files in {run_dir}: " + ", ".join(sorted(path.name for path in folder.iterdir())))
+    print(f"files in {run_dir}: " + ", ".join(sorted(path.name for path in run_dir.iterdir())))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ cd "$(dirname "$0")/.."
 bash scripts/setup.sh smollm2
 . .venv/bin/activate
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+export CUDA_VISIBLE_DEVICES=""  # the environment of setup.sh is for CPU ranks; on a machine set up with the gpu extra: pytest -m gpu
 echo "== lint";             ruff check .
 echo "== types";            mypy
 echo "== import contracts"; lint-imports --no-cache

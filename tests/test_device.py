@@ -69,7 +69,11 @@ def test_gpus_are_numbered_by_local_rank(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ValueError, match="LOCAL_RANK 4 has no GPU: this node shows 4"):
         device.device()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")  # the launcher shows each rank its own
     assert device.device() == torch.device("cuda", 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")  # all ranks of the node would share the one there is
+    with pytest.raises(ValueError, match="LOCAL_RANK 4 has no GPU: this node shows 1"):
+        device.device()
 
 
 STAND_INS = """

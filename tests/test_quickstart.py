@@ -31,7 +31,7 @@ quickstart = load_script("quickstart")
 def run_quickstart(*arguments: str) -> str:
     """Output of ``quickstart.sh`` with these arguments; it must succeed."""
     command = ["bash", "scripts/quickstart.sh", *arguments]
-    result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280)
+    result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900)
     assert result.returncode == 0, result.stdout
     return result.stdout
 
@@ -59,6 +59,11 @@ def test_a_mesh_tells_ranks_and_flags(text: str, world_size: int) -> None:
     assert ("--virtual-pipeline-model-parallel-size" in flags) == ("vpp" in text)
 
 
+def test_plain_size_flags_tell_the_number_of_ranks_too() -> None:
+    flags = [*quickstart.parse_mesh("tp=2,dp=2,replicas=2").flags(), "--pipeline-model-parallel-size", "2", "--rollout-world-size", "3"]
+    assert quickstart.count_ranks(flags, 2) == 2 * 2 * 2 + 3
+
+
 @pytest.mark.parametrize("text", ["tp", "tp=0", "tp=x", "tpp=2", "tp=2,tp=2", "tp=2;pp=2", ""])
 def test_a_mesh_that_is_none_is_refused_with_the_names(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="of tp, pp, vpp, cp, dp, rollout_tp, replicas"):
@@ -66,6 +71,7 @@ def test_a_mesh_that_is_none_is_refused_with_the_names(text: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_quickstart_runs_twice_in_one_folder(tmp_path: Path) -> None:
     """Shortened to 2 iterations; the second run keeps what the first one left."""
     for _ in range(2):
@@ -78,6 +84,20 @@ def test_the_quickstart_runs_twice_in_one_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_quickstart_learns(tmp_path: Path) -> None:
+    """From random weights to nine tenths of the reward, training TP=2 with two vLLM replicas."""
+    run_quickstart("--run-dir", str(tmp_path / "run"))
+    records = read_lines(tmp_path / "run" / "metrics.jsonl")
+    rewards = [float(str(record["reward/mean"])) for record in records]
+    assert rewards[0] <= 0.35
+    assert sum(rewards[-10:]) / 10 >= 0.9
+    assert all(record["refit/received_bytes"] == record["refit/shard_bytes"] for record in records)
+    assert all(float(str(record["refit/shard_bytes"])) > 0 for record in records)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_pretrained_weights_arrive_in_the_rollout(tmp_path: Path) -> None:
     """SmolLM2: the greedy answers before any update are sentences about what was asked."""
     output = run_quickstart(
