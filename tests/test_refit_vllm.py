@@ -58,6 +58,7 @@ SHARED = {"critic": "shared", "advantage_estimator": "gae"}
 
 CASES = {
     "llama tp2 to two replicas": Case("llama", 4, TP2 | TWO_REPLICAS),
+    "llama pp2 to two replicas": Case("llama", 4, PP2 | TWO_REPLICAS),
     "tied qwen2 pp2 to tp2": Case("qwen2", 4, PP2 | ROLLOUT_TP2, {"tied": True}),
     "qwen3 tp2 pp2 to tp2 in bf16": Case("qwen3", 6, TP2 | PP2 | ROLLOUT_TP2 | BF16, {"vocab_size": 201}),
     "llama tp2 pp2 with shared critic to two replicas": Case("llama", 6, TP2 | PP2 | TWO_REPLICAS | SHARED, {"vocab_size": 201}),

@@ -35,6 +35,7 @@ TOYS: dict[str, dict[str, Any]] = {
     "mistral": {"family": "mistral"},
     "reward": {"family": "llama", "score_head": True},
     "b15": {"family": "qwen3", "hidden_size": 1024, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "num_layers": 1},
+    "qwen2_tied": {"family": "qwen2", "tied": True},
 }
 LANGUAGE_MODELS = [name for name in TOYS if name != "reward"]
 TOPOLOGIES: dict[str, dict[str, Any]] = {
