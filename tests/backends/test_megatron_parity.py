@@ -84,7 +84,7 @@ def single(models: dict[str, str]) -> Results:
 
 
 B60_ROWS = (1, 3)
-"""Rows of 5 response tokens and of 1."""
+"""Rows of 5 response tokens and of 1; of two context ranks the first holds none of them."""
 
 
 def all_roles(models: Mapping[str, str], **changes: object) -> dict[str, object]:
@@ -123,6 +123,7 @@ def two_ranks(models: dict[str, str], exports: dict[str, Path]) -> list[Results]
         "pp2 all roles": Case(all_roles(models, **pp2), roles=("actor", "critic"), micro_batch_size=2),
         "dp2 nan": Case(adam(models, lr_warmup_steps=4), poison="nan", num_steps=3),
         "cp2": Case(fields(models, context_parallel_size=2)),
+        "cp2 six tokens": Case(fields(models, context_parallel_size=2), rows=B60_ROWS, micro_batch_size=1),
     }
     return run_ranks(run_cases, 2, cases, timeout_s=300)
 
@@ -145,13 +146,14 @@ TWO_RANKS = {
     "pp2 shared": "shared",
     "pp2 all roles": "all roles",
     "cp2": "llama",
+    "cp2 six tokens": "six tokens",
 }
 """Case of two ranks -> what one process does."""
 
 
 @pytest.mark.parametrize("case", list(TWO_RANKS))
 def test_b09_b60_b66_two_ranks_equal_one(single: Results, two_ranks: list[Results], case: str) -> None:
-    """B09 tied over PP; B60 replicas with 5 tokens and with 1; B66 replicas with 3 and with 1 real micro-batches."""
+    """B09 tied over PP; B60 replicas with 5 tokens and with 1; B64 a context rank without any; B66 replicas with 3 and with 1 passes."""
     for results in two_ranks:
         assert_same(results[case], single[TWO_RANKS[case]])
 
