@@ -171,13 +171,18 @@ def refused(rank: int, world_size: int, folder: str, changes: dict[str, Any], en
     ("changes", "environment", "words"),
     [
         ({"rollout_tensor_parallel_size": 3}, {}, "rollout_tensor_parallel_size = 3"),
+        ({"rollout_world_size": 3}, {}, "rollout_world_size is 3, so 1 ranks are left to train"),
+        ({"rollout_world_size": 4}, {}, "rollout_world_size is 4, so 0 ranks are left to train"),
         ({"rollout_tensor_parallel_size": 2}, {"GROUP_RANK": "{node}"}, "rank 2 on node 0, rank 3 on node 1"),
     ],
 )
 def test_a_launch_that_does_not_fit_is_refused_once(
     tmp_path: Path, changes: dict[str, Any], environment: dict[str, str], words: str
 ) -> None:
-    """Rank 0 raises, all other ranks end with code 1 and nothing to print; no process group is made."""
+    """Rank 0 raises, all other ranks end with code 1 and nothing to print; no process group is made.
+
+    B94: meshes that would overlap (a training mesh of TP 2 beside 3 or 4 of 4 ranks that roll out) are among the refused.
+    """
     two_by_two(str(tmp_path))
     results = run_ranks(refused, 4, str(tmp_path), changes, environment, timeout_s=60)
     assert results[0][0] == "ValueError"
