@@ -79,6 +79,8 @@ def plant():
     elif KIND == "metrics":
         from megatron_ppo.metrics import MetricsWriter
         MetricsWriter.log = on_call(2, MetricsWriter.log, raises("planted: the disk is full"))
+        import wandb
+        wandb.init = raises("planted: no route")
     elif KIND == "data":
         from megatron_ppo import run
         run._load_data = raises("planted: the prompts are gone")
@@ -156,6 +158,8 @@ def test_b92_a_killed_rank_ends_the_launch(
     if not max_restarts:  # torchrun's report: the victim died of SIGKILL, the others ended by themselves or on torchrun's request
         codes = re.findall(r"exitcode  : (-?\d+) ", output)
         assert codes.count("-9") == 1 and set(codes) <= {"-9", "1", "-15"}, output
+    else:  # of an attempt that is followed by another torchrun says only who failed first; the line above rules out kills of its own
+        assert re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) ", output) == [("-9", str(victim))], output
     assert (code == 0) == (max_restarts == 1)
     finished = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert [record["iteration"] for record in finished] == ([0, 1] if max_restarts else [0])
@@ -174,10 +178,13 @@ def test_b92_a_killed_rank_ends_the_launch(
 def test_b93_an_exception_on_one_rank_ends_all_and_is_what_all_print(
     inputs: Path, tmp_path: Path, kind: str, victim: int, text: str, phase: str
 ) -> None:
-    """B93: no rank waits for a peer that has failed, and what every rank prints is the first error, not its echo."""
+    """B93: no rank waits for a peer that has failed, and what every rank prints is the first error, not its echo.
+
+    The record on disk is not optional, W&B is: in the first of these launches it fails on rank 0 before, and training goes on.
+    """
     with Processes(tmp_path / "log") as processes:
         # The engine of the other backend is built sooner; which one it is makes no difference here.
-        processes.torchrun(4, planted(inputs, tmp_path, kind, victim, rollout_backend="hf"))
+        processes.torchrun(4, planted(inputs, tmp_path, kind, victim, rollout_backend="hf", wandb_mode="offline"))
         started = processes.wait_until(lambda: text in processes.output(), "the planted error", LAUNCH_TIMEOUT_S)
         ended = processes.wait_until(lambda: not processes.alive(), "the end of all processes", 60.0)
         assert ended - started < promised(END_S)
@@ -189,6 +196,9 @@ def test_b93_an_exception_on_one_rank_ends_all_and_is_what_all_print(
         rest = "" if rank == victim else f"; this is rank {rank} in phase .*"
         assert re.search(rf"^rank {victim} \(.*\) {failed}{rest}; ending", output, re.M), output
     assert not torchrun_killed_a_rank(output)
+    if kind == "metrics":
+        assert output.count("warning: wandb is off: ValueError: planted: no route\n") == 1, output
+        assert [record["iteration"] for record in read_lines(tmp_path / "run" / "metrics.jsonl")] == [0]
 
 
 # -- signals ----------------------------------------------------------------------------------------------------------

@@ -79,11 +79,13 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def default_job(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
     """Training TP 2 and two vLLM replicas."""
     folder = tmp_path_factory.mktemp("default")
-    return run_job(inputs, folder, 4, tensor_model_parallel_size=2, rollout_world_size=2, tensorboard=True, save_hf=True, **PPO)
+    written = {"tensorboard": True, "wandb_mode": "offline", "save_hf": True}
+    return run_job(inputs, folder, 4, tensor_model_parallel_size=2, rollout_world_size=2, **written, **PPO)
 
 
 def test_a_job_leaves_complete_records(default_job: Job) -> None:
-    """One record an iteration, the resolved configuration, pictures, and responses that say how they were sampled."""
+    """One record an iteration, the resolved configuration, pictures, and responses that say how they were sampled. B104: of four
+    ranks one writes an offline run of Weights & Biases."""
     assert [record["iteration"] for record in default_job.metrics] == [0, 1, 2]
     for record in default_job.metrics:
         assert set(KEYS) <= set(record)
@@ -92,6 +94,8 @@ def test_a_job_leaves_complete_records(default_job: Job) -> None:
     assert read_yaml(default_job.folder / "config.yaml") == parse_arguments(default_job.flags, program="test")
     assert (default_job.folder / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert list((default_job.folder / "tensorboard").glob("events*"))
+    (wandb_run,) = default_job.folder.glob("**/offline-run-*")
+    assert list(wandb_run.glob("run-*.wandb"))
     assert not (default_job.folder / "PREEMPTED").exists()
     for iteration in range(3):
         sampled = [row for row in default_job.samples if row["iteration"] == iteration and not row["greedy"]]
@@ -293,6 +297,14 @@ def refused(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             for rank in range(2):
                 flags = tiny_flags(inputs, run_dir, **{"model_path": unreadable, **fields})
                 commands.start_rank(f"{name} {rank}", flags, rank, 2, port)
+        other = folder / "other.jsonl"
+        other.write_text((inputs / "prompts.jsonl").read_text() + '{"prompt": "1 2", "answer": "2"}\n')
+        small = {"rollout_backend": "hf", "critic": "none", "advantage_estimator": "grpo"}
+        for name, fields in {"unlike prompts": {"prompt_data": other}, "unlike dtypes": {"rollout_dtype": "bfloat16"}}.items():
+            port = free_port()
+            for rank in range(2):
+                flags = tiny_flags(inputs, folder / name, **(small | fields if rank == 1 else small))
+                commands.start_rank(f"{name} {rank}", flags, rank, 2, port)
         yield commands.end()
         assert not (run_dir / "metrics.jsonl").exists()
 
@@ -352,6 +364,22 @@ def test_b75_b73_b38_bad_data_is_refused_before_the_model(refused: dict[str, Ref
         for part in parts:
             assert part in refusal.stderr
         assert "safetensors" not in refusal.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("unlike prompts", "rank 1 (rollout rank 0) read other prompts from "),
+        ("unlike dtypes", "dtype on the wire differs: torch.float32 on ranks [0], torch.bfloat16 on ranks [1]"),
+    ],
+)
+def test_b75_b31_ranks_that_are_set_up_unlike_are_refused_on_both_sides(refused: dict[str, Refusal], name: str, text: str) -> None:
+    """B75, B31: rows and what the wire carries are compared before the first transfer; both sides end and name the rank."""
+    for rank in range(2):
+        refusal = refused[f"{name} {rank}"]
+        assert refusal.code != 0
+        assert text in refusal.stderr
+        assert "iteration" not in refusal.stdout
 
 
 def test_the_configuration_that_fits_is_not_refused(inputs: Path, tmp_path: Path) -> None:
