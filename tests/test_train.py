@@ -299,7 +299,7 @@ def refused(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
                 commands.start_rank(f"{name} {rank}", flags, rank, 2, port)
         other = folder / "other.jsonl"
         other.write_text((inputs / "prompts.jsonl").read_text() + '{"prompt": "1 2", "answer": "2"}\n')
-        small = {"rollout_backend": "hf", "critic": "none", "advantage_estimator": "grpo"}
+        small: dict[str, object] = {"rollout_backend": "hf", "critic": "none", "advantage_estimator": "grpo"}
         for name, fields in {"unlike prompts": {"prompt_data": other}, "unlike dtypes": {"rollout_dtype": "bfloat16"}}.items():
             port = free_port()
             for rank in range(2):
