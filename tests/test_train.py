@@ -300,10 +300,10 @@ def refused(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         other = folder / "other.jsonl"
         other.write_text((inputs / "prompts.jsonl").read_text() + '{"prompt": "1 2", "answer": "2"}\n')
         small: dict[str, object] = {"rollout_backend": "hf", "critic": "none", "advantage_estimator": "grpo"}
-        for name, fields in {"unlike prompts": {"prompt_data": other}, "unlike dtypes": {"rollout_dtype": "bfloat16"}}.items():
+        for name, field, value in (("unlike prompts", "prompt_data", other), ("unlike dtypes", "rollout_dtype", "bfloat16")):
             port = free_port()
             for rank in range(2):
-                flags = tiny_flags(inputs, folder / name, **(small | fields if rank == 1 else small))
+                flags = tiny_flags(inputs, folder / name, **(small | {field: value} if rank == 1 else small))
                 commands.start_rank(f"{name} {rank}", flags, rank, 2, port)
         yield commands.end()
         assert not (run_dir / "metrics.jsonl").exists()
