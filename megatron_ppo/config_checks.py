@@ -30,7 +30,7 @@ def faults(config: Config, world_size: int) -> list[str]:
 
 
 def _ranges(config: Config) -> Iterator[str]:
-    p, t, r, a, o = config.parallel, config.training, config.rollout, config.algorithm, config.optimizer
+    p, t, r = config.parallel, config.training, config.rollout
     at_least_one = {
         "tensor_model_parallel_size": p.tensor_model_parallel_size,
         "pipeline_model_parallel_size": p.pipeline_model_parallel_size,
@@ -48,7 +48,7 @@ def _ranges(config: Config) -> Iterator[str]:
         "max_response_length": r.max_response_length,
         "make_vocab_size_divisible_by": config.model.make_vocab_size_divisible_by,
         "reward_num_workers": config.data.reward_num_workers,
-        "kl_horizon": a.kl_horizon,
+        "kl_horizon": config.algorithm.kl_horizon,
     }
     for name, value in at_least_one.items():
         if value < 1:
@@ -60,31 +60,60 @@ def _ranges(config: Config) -> Iterator[str]:
         )
     if p.rollout_world_size < 1:
         yield f"rollout_world_size = {p.rollout_world_size} must be at least 1: training and rollout need ranks of their own"
-    if p.heartbeat_timeout_s < 3:
-        yield f"heartbeat_timeout_s = {p.heartbeat_timeout_s} must be at least 3: heartbeats come every 1 to 2 s"
-    if r.temperature <= 0:
-        yield f"temperature = {r.temperature} must be above 0: log-probs are divided by it (use top_k = 1 for greedy samples)"
-    if not 0 < r.top_p <= 1:
-        yield f"top_p = {r.top_p} must be in (0, 1]"
     if r.top_k != -1 and r.top_k < 1:
         yield f"top_k = {r.top_k} must be at least 1, or -1 for all tokens"
-    for name, share in {"gamma": a.gamma, "gae_lambda": a.gae_lambda}.items():
-        if not 0 <= share <= 1:
-            yield f"{name} = {share} must be in [0, 1]"
-    for name, number in {
+    yield from _real_ranges(config)
+
+
+def _real_ranges(config: Config) -> Iterator[str]:
+    """Every comparison is written so that NaN fails it."""
+    r, a, o, p = config.rollout, config.algorithm, config.optimizer, config.parallel
+    above_zero = {
+        "temperature": (r.temperature, "log-probs are divided by it; use top_k = 1 for greedy samples"),
+        "reward_timeout_s": (config.data.reward_timeout_s, "a reward needs some time"),
+        "kl_target": (a.kl_target, "the adaptive controller divides by it"),
+        "kv_cache_gib": (r.kv_cache_gib, "vLLM needs a cache"),
+        "adam_eps": (o.adam_eps, "it keeps the step finite"),
+        "importance_weight_cap": (a.importance_weight_cap, "it caps weights, which are above 0"),
+    }
+    for name, (amount, why) in above_zero.items():
+        if amount is not None and not 0 < amount < math.inf:
+            yield f"{name} = {amount} must be a finite number above 0: {why}"
+    at_least_zero = {
         "lr": o.lr,
         "critic_lr": o.critic_lr,
         "min_lr": o.min_lr,
         "weight_decay": o.weight_decay,
         "clip_grad": o.clip_grad,
-        "clip_ratio_low": a.clip_ratio_low,
+        "lr_warmup_steps": o.lr_warmup_steps,
         "clip_ratio_high": a.clip_ratio_high,
-        "lr_warmup_steps": float(o.lr_warmup_steps),
-        "reward_timeout_s": config.data.reward_timeout_s,
-        "num_logged_samples": float(config.logging.num_logged_samples),
-    }.items():
-        if number < 0 or not math.isfinite(number):
+        "value_clip": a.value_clip,
+        "value_loss_coef": a.value_loss_coef,
+        "entropy_coef": a.entropy_coef,
+        "kl_coef": a.kl_coef,
+        "kl_loss_coef": a.kl_loss_coef,
+        "num_logged_samples": config.logging.num_logged_samples,
+        "seed": config.training.seed,
+    }
+    for name, number in at_least_zero.items():
+        if number is not None and not 0 <= number < math.inf:
             yield f"{name} = {number} must be a finite number of at least 0"
+    in_unit = {"gamma": a.gamma, "gae_lambda": a.gae_lambda, "clip_ratio_low": a.clip_ratio_low}
+    for name, share in in_unit.items():
+        if not 0 <= share <= 1:
+            yield f"{name} = {share} must be in [0, 1]"
+    for name, rate in {"adam_beta1": o.adam_beta1, "adam_beta2": o.adam_beta2}.items():
+        if not 0 <= rate < 1:
+            yield f"{name} = {rate} must be in [0, 1)"
+    for name, part in {"gpu_memory_utilization": r.gpu_memory_utilization, "top_p": r.top_p}.items():
+        if not 0 < part <= 1:
+            yield f"{name} = {part} must be in (0, 1]"
+    if not 3 <= p.heartbeat_timeout_s < math.inf:
+        yield f"heartbeat_timeout_s = {p.heartbeat_timeout_s} must be a finite number of at least 3: heartbeats come every 1 to 2 s"
+    if a.dual_clip_ratio is not None and not 1 < a.dual_clip_ratio < math.inf:
+        yield f"dual_clip_ratio = {a.dual_clip_ratio} must be a finite number above 1 (arXiv:1912.09729)"
+    if o.min_lr > min(o.lr, o.critic_lr) and o.lr_decay_style != "constant":
+        yield f"min_lr = {o.min_lr} is the end of the decay, but lr = {o.lr} and critic_lr = {o.critic_lr} start below it"
 
 
 def _meshes(config: Config, world_size: int) -> Iterator[str]:
@@ -141,11 +170,20 @@ def _batches(config: Config, data_parallel_size: int) -> Iterator[str]:
             f"prompts_per_iteration = {r.prompts_per_iteration} is less than the {config.num_replicas} rollout replicas: "
             "some would have nothing to do; use fewer rollout ranks or more prompts"
         )
-    longest = config.max_model_len
-    if t.max_tokens_per_micro_batch is not None and t.max_tokens_per_micro_batch < longest:
+    p, limit = config.parallel, t.max_tokens_per_micro_batch
+    multiple = (2 * p.context_parallel_size if p.context_parallel_size > 1 else 1) * (
+        p.tensor_model_parallel_size if p.sequence_parallel else 1
+    )
+    longest = -(-config.max_model_len // multiple) * multiple
+    if limit is not None and limit < longest:
         yield (
-            f"max_tokens_per_micro_batch = {t.max_tokens_per_micro_batch} cannot hold one sequence of max_prompt_length + "
-            f"max_response_length = {longest} tokens"
+            f"max_tokens_per_micro_batch = {limit} cannot hold one sequence of max_prompt_length + max_response_length = "
+            f"{config.max_model_len} tokens, {longest} with padding to a multiple of {multiple}"
+        )
+    if limit is not None and p.virtual_pipeline_model_parallel_size is not None:
+        yield (
+            "max_tokens_per_micro_batch does not hold under the interleaved schedule, which pads all micro-batches to one shape; "
+            "use micro_batch_size, or leave virtual_pipeline_model_parallel_size out"
         )
 
 
@@ -165,8 +203,6 @@ def _algorithm(config: Config) -> Iterator[str]:
         )
     if config.optimizer.optimizer == "sgd" and config.parallel.use_distributed_optimizer:
         yield "optimizer = sgd cannot be sharded by megatron-core; set use_distributed_optimizer to false"
-    if a.dual_clip_ratio is not None and a.dual_clip_ratio <= 1:
-        yield f"dual_clip_ratio = {a.dual_clip_ratio} must be above 1 (arXiv:1912.09729)"
     if a.kl_controller == "adaptive" and a.kl_coef == 0:
         yield "kl_controller = adaptive scales kl_coef, which is 0; set kl_coef above 0"
     if config.data.reward is None and m.reward_model_path is None:
@@ -184,50 +220,78 @@ def _lengths(config: Config) -> Iterator[str]:
 
 
 def _files(config: Config) -> Iterator[str]:
-    if not config.model.model_path:
-        yield "model_path is not set: name a folder in Hugging Face format"
-    else:
-        yield from _network(config)
+    m = config.model
     if not config.data.prompt_data:
         yield "prompt_data is not set: name a JSONL or Parquet file of prompts"
     elif not Path(config.data.prompt_data).is_file():
         yield f"prompt_data = {config.data.prompt_data}: there is no such file"
-    for name, folder in {"critic_path": config.model.critic_path, "reward_model_path": config.model.reward_model_path}.items():
-        if folder is not None and not (Path(folder) / "config.json").is_file():
-            yield f"{name} = {folder}: there is no config.json in it"
-    if config.model.critic_path is not None and config.model.critic != "separate":
-        yield f"critic_path is set, but critic = {config.model.critic}: only a separate critic has weights of its own"
+    if m.critic_path is not None and m.critic != "separate":
+        yield f"critic_path is set, but critic = {m.critic}: only a separate critic has weights of its own"
+    if not m.model_path:
+        yield "model_path is not set: name a folder in Hugging Face format"
+        return
+    vocabularies: dict[str, int] = {}
+    for name in ("model_path", "critic_path", "reward_model_path"):
+        folder = getattr(m, name)
+        if folder is None:
+            continue
+        network = _read_network(Path(folder))
+        if isinstance(network, str):
+            yield f"{name} = {folder}: {network}"
+            continue
+        yield from _network(config, name, network)
+        vocabularies[name] = network["vocab_size"]
+    for name, size in vocabularies.items():
+        if size != vocabularies.get("model_path", size):
+            yield (
+                f"{name} has a vocabulary of {size} tokens, model_path one of {vocabularies['model_path']}: the critic and the reward "
+                "model read the policy's token ids, so choose one of its family"
+            )
 
 
-def _network(config: Config) -> Iterator[str]:
-    file = Path(config.model.model_path) / "config.json"
+_SIZES = ("num_attention_heads", "num_hidden_layers", "vocab_size", "intermediate_size")
+
+
+def _read_network(folder: Path) -> dict[str, int] | str:
+    """The sizes in a folder's config.json, or what is wrong with it."""
+    file = folder / "config.json"
     if not file.is_file():
-        yield f"model_path = {config.model.model_path}: there is no config.json in it"
-        return
+        return "there is no config.json in it"
     try:
-        network: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        heads, layers = int(network["num_attention_heads"]), int(network["num_hidden_layers"])
-        groups = int(network.get("num_key_value_heads") or heads)
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        sizes = {name: int(content[name]) for name in _SIZES}
+        sizes["num_key_value_heads"] = int(content.get("num_key_value_heads") or sizes["num_attention_heads"])
     except (KeyError, TypeError, ValueError) as error:
-        yield f"{file}: not the config of a decoder model ({type(error).__name__}: {error})"
-        return
+        return f"its config.json is not that of a decoder model ({type(error).__name__}: {error})"
+    if content.get("max_position_embeddings") is not None:
+        sizes["max_position_embeddings"] = int(content["max_position_embeddings"])
+    return sizes
+
+
+def _network(config: Config, folder: str, network: dict[str, int]) -> Iterator[str]:
+    """Whether a network can be split as the meshes want it; only the actor has a rollout mesh."""
     p = config.parallel
-    for mesh, tp in {
-        "tensor_model_parallel_size": p.tensor_model_parallel_size,
-        "rollout_tensor_parallel_size": p.rollout_tensor_parallel_size,
-    }.items():
+    heads, groups, layers = network["num_attention_heads"], network["num_key_value_heads"], network["num_hidden_layers"]
+    sizes = {"tensor_model_parallel_size": p.tensor_model_parallel_size}
+    if folder == "model_path":
+        sizes["rollout_tensor_parallel_size"] = p.rollout_tensor_parallel_size
+    for mesh, tp in sizes.items():
         if heads % tp:
             good = [n for n in range(1, heads + 1) if heads % n == 0]
-            yield f"{heads} attention heads are not a multiple of {mesh} = {tp}; it may be one of {good}"
+            yield f"{folder}: {heads} attention heads are not a multiple of {mesh} = {tp}; it may be one of {good}"
         elif groups % tp and tp % groups:
-            yield f"{groups} key/value heads and {mesh} = {tp}: one must divide the other (heads are split, or replicated whole)"
+            yield (
+                f"{folder}: {groups} key/value heads and {mesh} = {tp}: one must divide the other (heads are split, or replicated whole)"
+            )
+        if network["intermediate_size"] % tp:
+            yield f"{folder}: intermediate_size {network['intermediate_size']} is not a multiple of {mesh} = {tp}; choose a divisor of it"
     stages = p.pipeline_model_parallel_size * (p.virtual_pipeline_model_parallel_size or 1)
     if layers % stages:
         good = [n for n in range(1, layers + 1) if layers % n == 0]
         yield (
-            f"{layers} layers are not a multiple of pipeline_model_parallel_size {p.pipeline_model_parallel_size} x "
+            f"{folder}: {layers} layers are not a multiple of pipeline_model_parallel_size {p.pipeline_model_parallel_size} x "
             f"virtual {p.virtual_pipeline_model_parallel_size or 1} = {stages} stages; the product may be one of {good}"
         )
     positions = network.get("max_position_embeddings")
-    if positions is not None and config.max_model_len > int(positions):
-        yield f"max_model_len = {config.max_model_len} exceeds the model's max_position_embeddings = {positions}"
+    if positions is not None and config.max_model_len > positions:
+        yield f"{folder}: max_model_len = {config.max_model_len} exceeds the model's max_position_embeddings = {positions}"

@@ -97,7 +97,7 @@ def _fields_of(root: yaml.MappingNode, path: Path) -> list[tuple[str, yaml.Node,
 
 def _unknown(name: str, valid: list[str], where: str) -> str:
     elsewhere = f"; it belongs to section {SECTION_OF[name]}" if name in SECTION_OF else ""
-    near = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(name, valid, n=1) or difflib.get_close_matches(name, SECTION_OF, n=1)
     hint = f"; did you mean {near[0]}?" if near and not elsewhere else ""
     return f"unknown key {name!r} in {where}{elsewhere}{hint}"
 

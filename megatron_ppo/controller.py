@@ -69,7 +69,7 @@ class Controller:
         num_iterations = self.context.config.training.train_iters
         for iteration in range(num_iterations):
             if self._told_to_stop(f"boundary of iteration {iteration}"):
-                raise Stopped(f"stopped by a signal before iteration {iteration} of {num_iterations}")
+                raise Stopped(f"stopped by a signal after {iteration} of {num_iterations} iterations")
             self._iterate(iteration)
         self._told_to_stop("end of the loop")  # no rank takes its data off the bus before all have what they need
 

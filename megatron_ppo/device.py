@@ -40,25 +40,28 @@ def device() -> torch.device:
     """The device of this rank: the CPU, or the GPU numbered LOCAL_RANK (number 0 where the launcher shows each rank only
     its own).
 
-    ``ValueError`` where the node shows several GPUs, but fewer than it has ranks.
+    ``ValueError`` where the node shows several GPUs, but fewer than it has ranks, or one GPU to all of its ranks.
     """
     if not has_cuda():
         return torch.device("cpu")
     local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if count == 1:
-        return torch.device("cuda", 0)
-    if local_rank >= count:
+    shown_its_own = count == 1 and bool(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if local_rank >= count and not shown_its_own:
         raise ValueError(
-            f"LOCAL_RANK {local_rank} has no GPU: this node shows {count}. Start at most {count} ranks here, or widen CUDA_VISIBLE_DEVICES"
+            f"LOCAL_RANK {local_rank} has no GPU: this node shows {count}. "
+            f"Start at most {count} ranks here, or widen CUDA_VISIBLE_DEVICES (empty: run on the CPU)"
         )
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", 0 if shown_its_own else local_rank)
 
 
 def bind_device() -> torch.device:
     """Make ``device()`` the current CUDA device, once, before any process group is made. Does nothing on a CPU."""
     this = device()
     if this.type == "cuda":
+        # Read when CUDA starts. Tensor-parallel overlap needs one hardware queue, and megatron warns where this is not set.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(this)
+        os.environ["LOCAL_RANK"] = str(this.index)  # vLLM takes it as the number of a visible device
     return this
 
 
@@ -183,7 +186,7 @@ def prepare_megatron() -> None:
         if "megatron.core" in sys.modules:
             raise RuntimeError("megatron.core was imported before device.prepare_megatron(), which it needs on a machine without CUDA")
         _install_stand_ins()
-    # Tensor-parallel overlap on a GPU needs one hardware queue, and megatron warns where this is not set.
+    # On a GPU ``bind_device`` has set it in time; on a CPU only megatron's warning is at stake.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with _without_compiler(), warnings.catch_warnings():
         _filter_import_warnings()

@@ -20,7 +20,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from megatron_ppo.config import Config
-from megatron_ppo.run_folder import set_aside
 
 PHASES = ("sync", "rollout", "score", "update")
 """The phases of an iteration whose seconds are logged as ``time/{phase}_s``."""
@@ -75,6 +74,7 @@ class MetricsWriter:
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._sinks = _open_sinks(config, self._folder)
         self._last_iteration = -1
+        self._num_records = 0
         self._seconds: list[float] = []
 
     def log(self, iteration: int, scalars: Mapping[str, float]) -> None:
@@ -86,6 +86,7 @@ class MetricsWriter:
         if iteration <= self._last_iteration:
             raise ValueError(f"metrics of iteration {iteration} come after those of iteration {self._last_iteration}")
         self._last_iteration = iteration
+        self._num_records += 1
         self._write(self._metrics_file, {"iteration": iteration, **scalars})
         self._console.print(self._line(iteration, scalars))
         for sink in list(self._sinks):
@@ -100,6 +101,11 @@ class MetricsWriter:
         for sample in samples:
             self._write(self._samples_file, sample)
 
+    @property
+    def num_records(self) -> int:
+        """Iterations recorded."""
+        return self._num_records
+
     def close(self) -> None:
         """Flush everything."""
         self._metrics_file.close()
@@ -111,11 +117,16 @@ class MetricsWriter:
                 warn(f"{type(sink).__name__} could not be closed: {error}")
 
     def _open(self, name: str) -> IO[str]:
-        return set_aside(self._folder / name).open("w", encoding="utf-8")
+        return (self._folder / name).open("w", encoding="utf-8")
 
     def _write(self, file: IO[str], record: Mapping[str, object]) -> None:
         file.write(json.dumps(finite_or_none(record), allow_nan=False, ensure_ascii=False) + "\n")
         file.flush()
+
+    def _failed_rewards(self, scalars: Mapping[str, float]) -> str:
+        """Responses without a reward of their own, where there are any."""
+        counts = {name: int(scalars.get(f"reward/{name}", 0)) for name in ("errors", "timeouts")}
+        return "".join(f"[bold red]{count} reward {name}[/]  " for name, count in counts.items() if count)
 
     def _line(self, iteration: int, scalars: Mapping[str, float]) -> str:
         """One line on the console: what is learned, how fast, where the time goes, how long it takes still."""
@@ -128,7 +139,9 @@ class MetricsWriter:
         return (
             f"[bold]iteration {iteration + 1:>{width}}/{total}[/]  reward [bold green]{scalars.get('reward/mean', math.nan):.3f}[/]  "
             f"kl {scalars.get('kl/mean', math.nan):.4f}  entropy {scalars.get('entropy/mean', math.nan):.2f}  "
-            f"{seconds:.2f} s " + escape(f"[{split}]") + f"  {scalars.get('tokens_per_s', math.nan):.0f} tokens/s  "
+            + self._failed_rewards(scalars)
+            + f"{seconds:.2f} s "
+            + escape(f"[{split}]") + f"  {scalars.get('tokens_per_s', math.nan):.0f} tokens/s  "
             f"[dim]{_clock(left)} left[/]"
         )
 

@@ -8,8 +8,8 @@
 Where it stands: in a replica's head on the rollout mesh, after sampling. A worker imports ``rewards.py`` and the reward,
 never torch or vLLM, and is started as a program of its own (not forked: the rank has threads and devices; not by
 multiprocessing: that would import the rank's main module again). Workers run in their own session, so that killing one
-takes along what its reward started, and die with the thread that made the pool (PR_SET_PDEATHSIG): make the pool in the
-main thread.
+takes along what its reward started (but for what left its process group), and die with the thread that made the pool
+(PR_SET_PDEATHSIG): make the pool in the main thread.
 
 A reward with ``Reward.cannot_hang`` (exact_match, token_accuracy, length, format) runs in the caller's process and starts
 no worker.
@@ -295,18 +295,23 @@ def _worker_main(spec: str, file_descriptor: int, parent: int) -> None:
         reward = resolve_reward(spec)
         for module in reward.imports:
             importlib.import_module(module)
-    except (ValueError, ImportError) as error:
-        connection.send_bytes(json.dumps({"error": str(error)}).encode())
+    except (ValueError, ImportError, SystemExit) as error:
+        text = f"reward {spec!r} exits while it is imported: {error}" if isinstance(error, SystemExit) else str(error)
+        connection.send_bytes(json.dumps({"error": text}).encode())
         return
     if reward.memory_limit_bytes is not None:
         resource.setrlimit(resource.RLIMIT_AS, (reward.memory_limit_bytes, reward.memory_limit_bytes))
     connection.send_bytes(b"{}")
+    own = os.getpid()
     while True:
         try:
             sample = pickle.loads(connection.recv_bytes())  # from our own parent, through an inherited socket
         except EOFError:
             return
-        connection.send_bytes(json.dumps(_evaluate(reward, sample)).encode())
+        reply = _evaluate(reward, sample)
+        if os.getpid() != own:
+            os._exit(0)  # a child that the reward forked came back here: its answer would be taken for another sample's
+        connection.send_bytes(json.dumps(reply).encode())
 
 
 if __name__ == "__main__":

@@ -173,6 +173,10 @@ class RolloutWorker:
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
         result = self._rewards.score(inputs)
+        if self.version == 0 and inputs and result.num_errors == len(inputs):
+            raise ValueError(
+                f"the reward {self._config.data.reward} failed on all {len(inputs)} first responses; the first error:\n{result.first_error}"
+            )
         return result.scores, {"reward/timeouts": [float(result.num_timeouts)], "reward/errors": [float(result.num_errors)]}
 
     def _forget_previous(self) -> None:

@@ -10,7 +10,9 @@ import logging
 import random
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ import torch
 from megatron_ppo import device
 from megatron_ppo.backends.base import InferenceBackend
 from megatron_ppo.bridge import Bridge
-from megatron_ppo.config import Config
+from megatron_ppo.config import Config, DataConfig
 from megatron_ppo.controller import RolloutController, RunContext, Stopped, TrainingController
 from megatron_ppo.data_bus import DataBus
 from megatron_ppo.learning_curve import draw_png, read_metrics
@@ -28,10 +30,10 @@ from megatron_ppo.resharding.executor import Parameters, ReshardExecutor, compar
 from megatron_ppo.resharding.families import network_shape
 from megatron_ppo.reward_pool import RewardPool
 from megatron_ppo.rollout_engine import RolloutWorker
-from megatron_ppo.run_folder import PREEMPTED, open_run_folder, set_aside
-from megatron_ppo.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, stop_token_ids
+from megatron_ppo.run_folder import PREEMPTED, RunFolder
+from megatron_ppo.tokenizer import Tokenizer, check_same_tokenizer, check_vocabulary, load_tokenizer, refuse_remote_code, stop_token_ids
 from megatron_ppo.training_engine import TrainingEngine
-from megatron_ppo.watchdog import Watchdog
+from megatron_ppo.watchdog import InputError, Watchdog
 from megatron_ppo.weight_synchronizer import WeightSynchronizer, refit_plan, transfer_dtype
 from megatron_ppo.world import World, close_world, init_world
 
@@ -39,7 +41,6 @@ from megatron_ppo.world import World, close_world, init_world
 def train(config: Config) -> None:
     """One whole run on this rank of the launch. Where any rank fails, all processes end with a non-zero code."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
-    device.bind_device()
     try:
         world = init_world(config)
     except ValueError as error:  # the user's, and already in words: a traceback would only hide them
@@ -47,32 +48,41 @@ def train(config: Config) -> None:
     with Watchdog(world, config.parallel.heartbeat_timeout_s) as watchdog:
         with watchdog.phase("start-up: data"):
             _seed_everything(config.training.seed)
-            tokenizer, prompts, sampler = _load_data(config)
-            if world.global_rank == 0:
-                folder = open_run_folder(config)
-                print(f"{device.report()}\nrun folder: {folder.resolve()}", flush=True)
-        run = Run(config, world, watchdog, tokenizer, prompts, sampler)
+            data = _load_data(config, quiet=world.global_rank != 0)
+            folder = _take_folder(config) if world.global_rank == 0 else None
+        run = Run(config, world, watchdog, data, folder)
         if world.is_training:
             run.train()
         else:
             run.rollout()
-        close_world(world)
+        with watchdog.phase("closing"):
+            run.close()
+            close_world(world)
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is read before any model is built; the same on every rank."""
+
+    tokenizer: Tokenizer
+    stop_token_ids: frozenset[int]
+    prompts: PromptSet
+    sampler: PromptSampler
 
 
 class Run:
     """One rank's parts, and the order in which they are built and closed."""
 
-    def __init__(
-        self, config: Config, world: World, watchdog: Watchdog, tokenizer: Tokenizer, prompts: PromptSet, sampler: PromptSampler
-    ) -> None:
+    def __init__(self, config: Config, world: World, watchdog: Watchdog, data: Data, folder: RunFolder | None) -> None:
+        """``folder`` is global rank 0's; None on all other ranks."""
         self._config = config
         self._world = world
         self._watchdog = watchdog
-        self._tokenizer = tokenizer
-        self._prompts = prompts
-        self._sampler = sampler
+        self._data = data
+        self._folder = folder
         self._timeout_s = 60.0 * config.parallel.distributed_timeout_minutes
         self._bus = DataBus(world, timeout_s=self._timeout_s)
+        self._bridges: list[Bridge] = []
 
     def train(self) -> None:
         """A training rank's whole run."""
@@ -83,14 +93,17 @@ class Run:
             backend = MegatronBackend(config, num_optimizer_steps=config.num_optimizer_steps)
         engine = TrainingEngine(config, self._world, self._bus, backend, device.device())
         context, _ = self._connect(sources=backend.weights())
-        writer = MetricsWriter(config) if self._world.global_rank == 0 else None
-        stopped = self._loop(TrainingController(context, engine, writer))
+        writer = None
+        if self._folder is not None:
+            self._folder.begin()
+            writer = MetricsWriter(config)
+        self._loop(TrainingController(context, engine, writer))
         with self._watchdog.phase("closing"):
-            if config.logging.save_hf and not stopped:
-                self._export(engine)
+            if config.logging.save_hf:
+                engine.export_hf(Path(config.logging.run_dir) / "hf")
             if writer is not None:
                 writer.close()
-                self._summarise(stopped)
+                self._summarise(writer.num_records)
 
     def rollout(self) -> None:
         """A rollout rank's whole run."""
@@ -98,12 +111,12 @@ class Run:
         with self._watchdog.phase("start-up: reward"):
             rewards = None
             if data.reward is not None and self._world.is_head:
-                rewards = RewardPool(data.reward, num_workers=data.reward_num_workers, timeout_s=data.reward_timeout_s)
+                rewards = _make_rewards(data)
         with self._watchdog.phase("start-up: inference engine"):
             backend = self._inference_backend()
         context, executor = self._connect(destinations=backend.weights())
-        stops = stop_token_ids(self._tokenizer, Path(config.model.model_path), config)
-        worker = RolloutWorker(config, self._world, self._bus, backend, executor, self._tokenizer, stops, rewards)
+        text = (self._data.tokenizer, self._data.stop_token_ids)
+        worker = RolloutWorker(config, self._world, self._bus, backend, executor, *text, rewards)
         self._loop(RolloutController(context, worker))
         with self._watchdog.phase("closing"):
             worker.close()
@@ -124,7 +137,7 @@ class Run:
         config, world = self._config, self._world
         with self._watchdog.phase("start-up: bridge"):
             heads = (world.training_ranks[0], world.rollout_ranks[0])
-            control = Bridge("control", heads, world, "gloo", self._timeout_s) if world.rank == 0 else None
+            control = self._bridge("control", heads, "gloo") if world.rank == 0 else None
             dtype = transfer_dtype(config)
             executor = ReshardExecutor(
                 refit_plan(config, world.world_size),
@@ -136,18 +149,38 @@ class Run:
             self._compare(executor.describe(sources=sources, destinations=destinations))
             synchronizer = WeightSynchronizer(world, self._bus, executor, verify_always=config.logging.verify_weights)
         context = RunContext(
-            config, world, self._watchdog, self._bus, control, synchronizer, self._prompts, self._sampler, self._tokenizer, device.device()
+            config,
+            world,
+            self._watchdog,
+            self._bus,
+            control,
+            synchronizer,
+            self._data.prompts,
+            self._data.sampler,
+            self._data.tokenizer,
+            device.device(),
         )
         return context, executor
 
     def _weight_group(self, name: str, ranks: Sequence[int]) -> Bridge:
-        return Bridge(name, ranks, self._world, device.process_group_backend(), self._timeout_s)
+        return self._bridge(name, ranks, device.process_group_backend())
+
+    def _bridge(self, name: str, ranks: Sequence[int], backend: Literal["gloo", "nccl"]) -> Bridge:
+        self._bridges.append(Bridge(name, ranks, self._world, backend, self._timeout_s))
+        return self._bridges[-1]
+
+    def close(self) -> None:
+        """Take down the groups between the meshes (the mesh's own is the world's), and let go of the run folder."""
+        for bridge in self._bridges:
+            bridge.close()
+        if self._folder is not None:
+            self._folder.close()
 
     def _compare(self, description: str) -> None:
         """All ranks compare what they would transfer, and what they read of the data, before the first byte."""
         store, rank = self._world.store, self._world.global_rank
         store.set(f"description/{rank}", description)
-        store.set(f"prompts/{rank}", self._prompts.fingerprint)
+        store.set(f"prompts/{rank}", self._data.prompts.fingerprint)
         ranks = range(self._world.world_size) if rank == 0 else [0, rank]
         compare_descriptions([store.get(f"description/{other}").decode() for other in ranks])
         for other in ranks:
@@ -157,43 +190,65 @@ class Run:
                     "the file, the tokenizer or the chat template differs between the nodes"
                 )
 
-    def _loop(self, controller: TrainingController | RolloutController) -> bool:
-        """Run all iterations; whether the launch was stopped before the last one."""
+    def _loop(self, controller: TrainingController | RolloutController) -> None:
+        """Run all iterations, or those until the launch is told to stop."""
         try:
             controller.run()
         except Stopped as stopped:
-            if self._world.global_rank == 0:
-                (Path(self._config.logging.run_dir) / PREEMPTED).write_text(f"{stopped}\n", encoding="utf-8")
+            if self._folder is not None:
+                (self._folder.path / PREEMPTED).write_text(f"{stopped}\n", encoding="utf-8")
                 print(f"{stopped}", flush=True)
-            return True
-        return False
 
-    def _export(self, engine: TrainingEngine) -> None:
-        """Write the trained actor in Hugging Face format. Collective over the training mesh."""
-        folder = Path(self._config.logging.run_dir) / "hf"
-        if self._world.global_rank == 0:
-            set_aside(folder)
-        engine.export_hf(folder)
-
-    def _summarise(self, stopped: bool) -> None:
-        """The pictures of the run. A run that was stopped before its first iteration has none."""
+    def _summarise(self, num_iterations: int) -> None:
+        """The picture of the run. A run that was stopped before its first iteration has none."""
         folder = Path(self._config.logging.run_dir)
-        records = read_metrics(folder)
-        if records:
-            draw_png(records, folder / "learning_curve.png")
-        if not stopped:
-            print(f"finished {len(records)} iterations; records are in {folder}", flush=True)
+        if num_iterations:
+            draw_png(read_metrics(folder), folder / "learning_curve.png")
+        print(f"ended after {num_iterations} of {self._config.training.train_iters} iterations; records are in {folder}", flush=True)
 
 
-def _load_data(config: Config) -> tuple[Tokenizer, PromptSet, PromptSampler]:
-    """Tokenizer and prompts, checked against the model's vocabulary, and the order of the prompts."""
+def _take_folder(config: Config) -> RunFolder:
+    """Global rank 0's part of the start: the run folder, and what runs where."""
     try:
+        folder = RunFolder(config)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    print(f"{device.report()}\nrun folder: {folder.path.resolve()}\nbuilding networks and inference engines ...", flush=True)
+    return folder
+
+
+def _load_data(config: Config, *, quiet: bool) -> Data:
+    """Tokenizer and prompts, held to the vocabularies of all networks. ``quiet``: another rank says what there is to warn of."""
+    logger = logging.getLogger("megatron_ppo")
+    level = logger.level
+    logger.setLevel(logging.ERROR if quiet else level)
+    folder = Path(config.model.model_path)
+    try:
+        for used in (folder, config.model.critic_path, config.model.reward_model_path):
+            if used is not None:
+                refuse_remote_code(Path(used), config.model.trust_remote_code)
         tokenizer = load_tokenizer(config)
         prompts = load_prompts(config, tokenizer)
-        check_vocabulary(tokenizer, prompts.prompts, network_shape(Path(config.model.model_path)).vocab_size)
-        return tokenizer, prompts, PromptSampler(len(prompts), config.rollout.prompts_per_iteration, config.training.seed)
-    except ValueError as error:  # as in train: the words are enough
-        raise ValueError(str(error)) from None
+        stops = stop_token_ids(tokenizer, folder, config)
+        check_vocabulary(tokenizer, prompts.prompts, network_shape(folder).vocab_size)
+        for other in (config.model.critic_path, config.model.reward_model_path):
+            if other is not None:
+                check_same_tokenizer(tokenizer, Path(other), prompts.prompts, config)
+        sampler = PromptSampler(len(prompts), config.rollout.prompts_per_iteration, config.training.seed)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    finally:
+        logger.setLevel(level)
+    return Data(tokenizer, stops, prompts, sampler)
+
+
+def _make_rewards(data: DataConfig) -> RewardPool:
+    """The function reward; ``InputError`` where it cannot be imported."""
+    assert data.reward is not None
+    try:
+        return RewardPool(data.reward, num_workers=data.reward_num_workers, timeout_s=data.reward_timeout_s)
+    except ValueError as error:
+        raise InputError(str(error)) from None
 
 
 def _seed_everything(seed: int) -> None:

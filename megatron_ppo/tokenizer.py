@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 Message = Mapping[str, Any]
 """One turn of a chat: ``{"role": ..., "content": ...}``."""
 
+_COMPARED_PROMPTS = 32
+
 PHANTOM = "\N{REPLACEMENT CHARACTER}"
 """What an id without a token decodes to. Visible, so that ``4`` + phantom + ``2`` is not taken for 42."""
 
@@ -300,6 +302,25 @@ def check_vocabulary(tokenizer: Tokenizer, prompts: Iterable[Prompt], vocab_size
     if tokenizer.vocab_size > vocab_size:
         sizes = (tokenizer.name, tokenizer.vocab_size, vocab_size)
         logger.warning("%s has %d tokens, the model %d; no prompt uses the surplus", *sizes)
+
+
+def check_same_tokenizer(tokenizer: Tokenizer, folder: Path, prompts: Sequence[Prompt], config: Config) -> None:
+    """``ValueError`` where the network in ``folder`` (a critic, a reward model) was made for other token ids than the policy's.
+
+    It is fed the policy's ids, so a score under another tokenizer would be noise. Ids of the first prompts and a few texts are
+    compared; a folder without a tokenizer is taken to share the policy's.
+    """
+    names = ("tokenizer.json", "tokenizer_config.json")
+    if not any((folder / name).is_file() for name in names) and not list(folder.glob("*.model")):
+        return
+    other = load_tokenizer(config.replace(tokenizer_path=str(folder)))
+    for text in [*_CORPUS, *(prompt.text for prompt in prompts[:_COMPARED_PROMPTS])]:
+        own, theirs = tokenizer.encode_chat(text), other.encode_chat(text)
+        if own != theirs:
+            raise ValueError(
+                f"{folder} has another tokenizer than {tokenizer.name}: {text!r} is {own[:8]} for the policy and {theirs[:8]} there. "
+                "Choose a critic or reward model of the policy's family"
+            )
 
 
 def _compare_with_sentencepiece(tokenizer: HuggingFaceTokenizer, model_file: Path) -> None:

@@ -52,6 +52,10 @@ _NOT_A_SIGNAL = b"\0"
 _RAISED_IN = "_megatron_ppo_phase"  # attribute of an exception: the innermost phase it came out of
 
 
+class InputError(ValueError):
+    """Bad input, already in words: shown without a traceback."""
+
+
 @dataclass(frozen=True)
 class Beat:
     """What a rank says of itself."""
@@ -217,7 +221,8 @@ class Watchdog:
         text = "".join(traceback.format_exception_only(error)).strip()
         held_back_until = time.monotonic() + (self._timeout_s + 2 * self._poll_s if _is_echo(error) else 0.0)
         verdict = Verdict("failed", self._world.global_rank, phase, text)
-        self._failure = _Failure(verdict, "".join(traceback.format_exception(error)), held_back_until)
+        shown = "" if isinstance(error, InputError) else "".join(traceback.format_exception(error))
+        self._failure = _Failure(verdict, shown, held_back_until)
         self._wake.set()
         if self._stopped:
             self._end(self._failure.traceback)
@@ -415,7 +420,7 @@ class Watchdog:
             return f"{self._failure.traceback}{self._world.describe(me)} failed in phase {verdict.phase}: {verdict.error}; ending"
         if verdict.rank == me:
             return f"{self._world.describe(me)} was not heard of for too long in phase {verdict.phase}, so the launch ends; ending"
-        how = f"{verdict.kind} in phase {verdict.phase}" + (f": {verdict.error}" if verdict.error else "")
+        how = f"{verdict.kind} in phase {verdict.phase}" + (f": {verdict.error.splitlines()[0]}" if verdict.error else "")
         return f"{self._world.describe(verdict.rank)} {how}; {self._own_part(verdict.error)}"
 
     def _own_part(self, first_error: str = "") -> str:

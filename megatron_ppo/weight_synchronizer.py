@@ -2,7 +2,7 @@
 
 Step 1 of the iteration. Both meshes run the same ``sync``: a training rank asks the engine for its weights and sends, a rollout rank gives
 the workers the handle and they receive into the live parameters of the inference engine. The plan (who sends what to whom) is
-built by every rank from the configuration alone, and its digest is compared over the control bridge before the first byte.
+built by every rank from the configuration alone, and its digest is compared through the launch's store before the first byte.
 """
 
 from __future__ import annotations
@@ -95,6 +95,7 @@ class WeightSynchronizer:
         if self._world.is_training:
             sums = source_checksums(plan, rank, weights, self._executor.transfer_dtype)
             store.set(_checksum_key(version, rank), json.dumps(sums))
+            store.delete_key(_checksum_key(version - 1, rank))  # read by all: a sync starts when the one before has ended everywhere
             return
         sources = {group.source for group in plan.groups_of(rank)}
         sent = {source: json.loads(store.get(_checksum_key(version, source))) for source in sorted(sources)}

@@ -25,7 +25,7 @@ from typing import Literal, NoReturn
 import torch.distributed as dist
 
 from megatron_ppo.config import Config
-from megatron_ppo.device import process_group_backend
+from megatron_ppo.device import bind_device, process_group_backend
 
 MeshName = Literal["training", "rollout"]
 
@@ -150,6 +150,8 @@ def init_world(config: Config) -> World:
         config.validate(launch.world_size)
     except ValueError:
         _raise_on_rank_0(launch)
+    os.environ["LOCAL_RANK"] = str(launch.local_rank)  # srun has a name of its own for it
+    bind_device()
     store, prefix = _open_store(launch)
     training_size = launch.world_size - config.parallel.rollout_world_size
     mesh: MeshName = "training" if launch.global_rank < training_size else "rollout"
@@ -171,7 +173,9 @@ def init_world(config: Config) -> World:
         rank0_hosts_store=not launch.agent_hosts_store,
     )
     _check_nodes(world, launch)
-    _init_mesh(world, timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes))
+    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    _init_mesh(world, timeout=timeout)
+    store.set_timeout(timeout)  # ranks that are ready wait here for those that still build a model
     return world
 
 

@@ -50,6 +50,7 @@ They are checked on every rank before any process group or model exists; all fau
 | max_prompt_length + max_response_length <= max_model_len <= the model's positions | no response is cut short silently |
 | gae needs a critic; grpo and rloo have none, and need samples_per_prompt >= 2 | |
 | there is a reward, a reward_model_path, or both | |
+| critic_path and reward_model_path have the vocabulary and tokenizer of model_path | they read the policy's token ids |
 
 Counters of the learning-rate schedule are optimizer steps: `train_iters x ppo_epochs x (responses of an iteration / global_batch_size)`.
 """

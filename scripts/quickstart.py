@@ -6,13 +6,16 @@ import argparse
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_ppo.config_io import parse_arguments
-from megatron_ppo.learning_curve import draw_text, read_metrics, time_split
+if TYPE_CHECKING:
+    from megatron_ppo.config import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -70,10 +73,17 @@ def main() -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--model", choices=["tiny", "smollm2"], default="tiny", help="a small random Llama, or SmolLM2-135M-Instruct")
-    parser.add_argument("--mesh", type=parse_mesh, help="sizes, e.g. tp=2,pp=2,replicas=2 (of tp, pp, vpp, cp, dp, rollout_tp, replicas)")
+    parser.add_argument(
+        "--mesh",
+        type=parse_mesh,
+        help="sizes, each 1 where not named, e.g. tp=2,pp=2,replicas=2 (of tp, pp, vpp, cp, dp, rollout_tp, replicas); "
+        "default: tp=2,replicas=2, and pp=2 for smollm2",
+    )
     parser.add_argument("--seed", type=int, default=1, help="seed of the initial weights, the data and the run (default: 1)")
     parser.add_argument("--run-dir", type=Path, help="run folder (default: runs/quickstart, runs/smollm2)")
     arguments, train_flags = parser.parse_known_args()
+    from megatron_ppo.config_io import parse_arguments  # after --help, which needs no set-up
+
     mesh = arguments.mesh or DEFAULT_MESH[arguments.model]
     run_dir = arguments.run_dir or Path("runs") / ("quickstart" if arguments.model == "tiny" else arguments.model)
     inputs = Path("runs") / "inputs" / f"{arguments.model}-seed{arguments.seed}"
@@ -85,17 +95,23 @@ def main() -> int:
         *train_flags,
     ]
     os.chdir(ROOT)
-    num_ranks = count_ranks(flags, mesh.dp)
+    config = parse_arguments(flags, program="bash scripts/quickstart.sh")
+    num_ranks = count_ranks(config, mesh.dp)
     make_inputs(arguments.model, inputs, arguments.seed)
+    try:
+        config.validate(num_ranks)  # the ranks do it too, but here the words stand alone
+    except ValueError as error:
+        print(f"quickstart: {error}", file=sys.stderr)
+        return 2
+    started = time.time()
     code = launch(num_ranks, flags)
-    if code == 0:
+    if (run_dir / "metrics.jsonl").is_file() and (run_dir / "metrics.jsonl").stat().st_mtime >= started:
         show(run_dir)
     return code
 
 
-def count_ranks(train_flags: list[str], data_parallel_size: int) -> int:
-    """Ranks that the flags ask for; a flag given by hand stands above the mesh. A wrong flag ends the program here, with its message."""
-    config = parse_arguments(train_flags, program="bash scripts/quickstart.sh")
+def count_ranks(config: Config, data_parallel_size: int) -> int:
+    """Ranks that the configuration asks for: a flag given by hand stands above the mesh."""
     return config.model_parallel_size * data_parallel_size + config.parallel.rollout_world_size
 
 
@@ -126,12 +142,24 @@ def launch(num_ranks: int, train_flags: list[str]) -> int:
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "CUDA_VISIBLE_DEVICES": "",  # the environment of setup.sh is for CPU ranks, also on a machine with a GPU
     }
-    return subprocess.run(command, env=environment).returncode
+    process = subprocess.Popen(command, env=environment)
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    for _ in range(2):
+        try:
+            return process.wait()
+        except KeyboardInterrupt:  # the ranks have heard it too: they end the iteration, write their records and go
+            print("quickstart: stopping after this iteration; press Ctrl-C again to stop at once", flush=True)
+    process.kill()
+    return process.wait()
 
 
 def show(run_dir: Path) -> None:
     """The learning curve, the time split, and where everything lies."""
+    from megatron_ppo.learning_curve import draw_text, read_metrics, time_split
+
     records = read_metrics(run_dir)
+    if not records:
+        return
     if len(records) > 1:
         print(draw_text(records))
     print(time_split(records))

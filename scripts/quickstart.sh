@@ -8,6 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 case " $* " in
+    *" --help "* | *" -h "*) exec "${PYTHON:-python3}" scripts/quickstart.py --help ;;
     *" --model smollm2 "* | *" --model=smollm2 "*) bash scripts/setup.sh smollm2 ;;
     *) bash scripts/setup.sh ;;
 esac

@@ -37,7 +37,10 @@ FIELDS = set(
 def files(tmp_path: Path) -> dict[str, object]:
     """A model folder and a prompt file that the checks accept: 8 heads, 4 key/value heads, 8 layers."""
     network = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 8, "max_position_embeddings": 4096}
+    network |= {"vocab_size": 1000, "intermediate_size": 96}
     (tmp_path / "config.json").write_text(json.dumps(network))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(json.dumps(network | {"vocab_size": 1001, "num_attention_heads": 6}))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
     return {"model_path": str(tmp_path), "prompt_data": str(tmp_path / "prompts.jsonl"), "reward": "exact_match"}
 
@@ -166,6 +169,38 @@ def test_a_fitting_configuration_has_no_fault(files: dict[str, object]) -> None:
         ({"virtual_pipeline_model_parallel_size": 2}, 2, ["pipeline_model_parallel_size"]),
         ({"kl_controller": "adaptive"}, 2, ["kl_coef"]),
         ({"max_tokens_per_micro_batch": 100}, 2, ["100", "1024"]),
+        (
+            {
+                "max_tokens_per_micro_batch": 1023,
+                "max_response_length": 511,
+                "sequence_parallel": True,
+                "tensor_model_parallel_size": 2,
+            },
+            3,
+            ["1023 tokens, 1024 with padding to a multiple of 2"],
+        ),
+        (
+            {
+                "max_tokens_per_micro_batch": 2048,
+                "pipeline_model_parallel_size": 2,
+                "virtual_pipeline_model_parallel_size": 2,
+            },
+            3,
+            ["max_tokens_per_micro_batch", "interleaved"],
+        ),
+        ({"kl_target": 0.0}, 2, ["kl_target = 0.0"]),
+        ({"reward_timeout_s": 0.0}, 2, ["reward_timeout_s = 0.0"]),
+        ({"value_clip": -0.1}, 2, ["value_clip = -0.1"]),
+        ({"importance_weight_cap": 0.0}, 2, ["importance_weight_cap = 0.0"]),
+        ({"adam_beta2": 1.0}, 2, ["adam_beta2 = 1.0"]),
+        ({"entropy_coef": float("nan")}, 2, ["entropy_coef = nan"]),
+        ({"kl_coef": -1.0}, 2, ["kl_coef = -1.0"]),
+        ({"temperature": float("nan")}, 2, ["temperature = nan"]),
+        ({"heartbeat_timeout_s": float("inf")}, 2, ["heartbeat_timeout_s = inf"]),
+        ({"clip_ratio_low": 1.5}, 2, ["clip_ratio_low = 1.5"]),
+        ({"dual_clip_ratio": 1.0}, 2, ["dual_clip_ratio = 1.0"]),
+        ({"min_lr": 1.0, "lr_decay_style": "linear"}, 2, ["min_lr = 1.0"]),
+        ({"gpu_memory_utilization": 85.0}, 2, ["gpu_memory_utilization = 85.0"]),
     ],
 )
 def test_b70_b99_b39_each_fault_gives_fact_numbers_and_remedy(
@@ -186,3 +221,13 @@ def test_the_configuration_page_says_what_the_program_says() -> None:
     script = Path(__file__).parent.parent / "scripts" / "configuration_page.py"
     result = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("name", ["critic_path", "reward_model_path"])
+def test_b78_a_critic_or_reward_model_of_another_vocabulary_is_refused(files: dict[str, object], name: str) -> None:
+    """And its own heads are held to the training mesh."""
+    other = str(Path(str(files["model_path"])) / "other")
+    with pytest.raises(ValueError) as error:
+        Config().replace(**(files | {name: other, "tensor_model_parallel_size": 4})).validate(5)
+    assert f"{name} has a vocabulary of 1001 tokens, model_path one of 1000" in str(error.value)
+    assert f"{name}: 6 attention heads are not a multiple of tensor_model_parallel_size = 4" in str(error.value)

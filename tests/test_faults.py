@@ -216,7 +216,7 @@ def start_endless_job(processes: Processes, inputs: Path, run_dir: Path) -> None
 def assert_stopped_at_a_boundary(output: str, run_dir: Path) -> None:
     """All ranks ended at the same iteration, everything before it is on disk, and no rank was missed or failed."""
     text = (run_dir / "PREEMPTED").read_text(encoding="utf-8")
-    found = re.fullmatch(r"stopped by a signal before iteration (\d+) of 100000\n", text)
+    found = re.fullmatch(r"stopped by a signal after (\d+) of 100000 iterations\n", text)
     assert found, text
     assert [record["iteration"] for record in read_lines(run_dir / "metrics.jsonl")] == list(range(int(found[1])))
     assert (run_dir / "learning_curve.png").exists()

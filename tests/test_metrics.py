@@ -16,7 +16,7 @@ from megatron_ppo.config_io import read_yaml
 from megatron_ppo.experience import make_experience
 from megatron_ppo.learning_curve import draw_png, draw_text, read_metrics, time_split
 from megatron_ppo.metrics import MetricsWriter, Stopwatch, summarise
-from megatron_ppo.run_folder import PREEMPTED, open_run_folder, set_aside
+from megatron_ppo.run_folder import PREEMPTED, RunFolder
 from megatron_ppo.types import TrajectoryBatch
 
 
@@ -142,22 +142,34 @@ def test_stopwatch_books_every_second_once() -> None:
     assert watch.total == pytest.approx(sum(watch.seconds.values()))
 
 
-def test_a_second_run_in_the_same_folder_loses_nothing_of_the_first(tmp_path: Path) -> None:
+def test_a_second_run_in_the_same_folder_sets_aside_what_the_first_one_left(tmp_path: Path) -> None:
+    """All records of a run get one number; a run that fails before it begins changes nothing."""
+    config = Config().replace(run_dir=str(tmp_path))
     for run in range(3):
+        folder = RunFolder(config.replace(seed=run))
+        folder.begin()
         writer = _writer(tmp_path)
         writer.log(0, {"run": float(run)})
         writer.close()
-    names = ("metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl")
-    assert [json.loads((tmp_path / name).read_text())["run"] for name in names] == [0.0, 1.0, 2.0]
+        if run != 1:
+            (tmp_path / "hf").mkdir()
+        (tmp_path / PREEMPTED).write_text("x")
+        folder.close()
+    RunFolder(config).close()
+    for name, run in (("metrics.1.jsonl", 0), ("metrics.2.jsonl", 1), ("metrics.jsonl", 2)):
+        assert json.loads((tmp_path / name).read_text())["run"] == run
+        assert read_yaml(tmp_path / name.replace("metrics", "config").replace("jsonl", "yaml")).training.seed == run
+    folders = sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(("hf", PREEMPTED)))
+    assert folders == [PREEMPTED, f"{PREEMPTED}.1", f"{PREEMPTED}.2", "hf", "hf.1"]
 
 
-def test_the_run_folder_keeps_the_configurations_and_forgets_the_mark_of_a_stop(tmp_path: Path) -> None:
+def test_a_folder_belongs_to_one_live_run(tmp_path: Path) -> None:
     config = Config().replace(run_dir=str(tmp_path / "run"))
-    folder = open_run_folder(config)
-    (folder / PREEMPTED).write_text("x")
-    (folder / "hf").mkdir()
-    assert set_aside(folder / "hf") == folder / "hf"
-    assert open_run_folder(config.replace(lr=1.0)) == folder
-    assert sorted(path.name for path in folder.iterdir()) == ["config.1.yaml", "config.yaml", "hf.1"]
-    assert read_yaml(folder / "config.yaml").optimizer.lr == 1.0
-    assert read_yaml(folder / "config.1.yaml") == config
+    first = RunFolder(config)
+    with pytest.raises(ValueError, match="belongs to a run that has not ended"):
+        RunFolder(config)
+    first.close()
+    RunFolder(config).close()
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"file/run cannot be used"):
+        RunFolder(config.replace(run_dir=str(tmp_path / "file" / "run")))

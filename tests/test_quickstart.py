@@ -12,6 +12,8 @@ from types import ModuleType
 
 import pytest
 
+from megatron_ppo.config_io import parse_arguments
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -61,7 +63,13 @@ def test_a_mesh_tells_ranks_and_flags(text: str, world_size: int) -> None:
 
 def test_plain_size_flags_tell_the_number_of_ranks_too() -> None:
     flags = [*quickstart.parse_mesh("tp=2,dp=2,replicas=2").flags(), "--pipeline-model-parallel-size", "2", "--rollout-world-size", "3"]
-    assert quickstart.count_ranks(flags, 2) == 2 * 2 * 2 + 3
+    assert quickstart.count_ranks(parse_arguments(flags, program="p"), 2) == 2 * 2 * 2 + 3
+
+
+def test_help_needs_no_environment() -> None:
+    """On a fresh clone it must not install anything first."""
+    result = subprocess.run([sys.executable, "-I", "-S", "scripts/quickstart.py", "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0 and "--mesh" in result.stdout, result.stderr
 
 
 @pytest.mark.parametrize("text", ["tp", "tp=0", "tp=x", "tpp=2", "tp=2,tp=2", "tp=2;pp=2", ""])

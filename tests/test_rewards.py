@@ -250,10 +250,25 @@ def test_bad_specs_fail_when_the_pool_is_made(spec: str, fact: str) -> None:
 
 
 def test_import_that_raises_or_exits(tmp_path: Path) -> None:
-    for text, kind in (("1/0", ValueError), ("raise SystemExit(4)", RuntimeError)):
+    for text, kind, words in (
+        ("1/0", ValueError, "ZeroDivisionError"),
+        ("raise SystemExit(4)", ValueError, "exits while it is imported: 4"),
+        ("import os; os._exit(4)", RuntimeError, "code 4"),
+    ):
         (tmp_path / "bad.py").write_text(text)
-        with pytest.raises(kind, match=r"ZeroDivisionError|code 4"):
+        with pytest.raises(kind, match=words):
             RewardPool(f"{tmp_path}/bad.py:f", 1, 1.0)
+
+
+def test_a_child_that_a_reward_forks_answers_for_no_sample(tmp_path: Path) -> None:
+    """It comes back into the worker's loop; its answer would be taken for a neighbour's."""
+    code = "import os\ndef f(s):\n    child = os.fork()\n    return float(len(s.prompt)) if child else -1000.0\n"
+    (tmp_path / "forks.py").write_text(code)
+    with RewardPool(f"{tmp_path}/forks.py:f", 2, 5.0) as pool:
+        for _ in range(3):
+            result = pool.score([RewardInput("p" * i, "r") for i in range(6)])
+            assert result.scores == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+            assert result.num_errors == result.num_timeouts == 0
 
 
 # -- the pool ------------------------------------------------------------------------------------------------------------------

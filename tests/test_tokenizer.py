@@ -26,6 +26,7 @@ from megatron_ppo.tokenizer import (
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
     Tokenizer,
+    check_same_tokenizer,
     check_vocabulary,
     load_tokenizer,
     refuse_remote_code,
@@ -226,3 +227,15 @@ def test_b110_model_config_is_looked_at_too(tmp_path: Path) -> None:
     refuse_remote_code(tmp_path, True)
     with pytest.raises(ValueError, match=r"config\.json.*--trust-remote-code"):
         refuse_remote_code(tmp_path, False)
+
+
+def test_b78_a_reward_model_with_another_tokenizer_is_refused(plain: Path, model_file: Path, tmp_path: Path) -> None:
+    """It reads the policy's ids. The same tokenizer in another folder is right, and so is a folder that has none."""
+    tokenizer, prompts = load(plain), [Prompt(0, (1,), "hello world")]
+    same = make_bpe_tokenizer(tmp_path / "same", chat_template=TEMPLATE_WITH_BOS)
+    (tmp_path / "none").mkdir()
+    for folder in (same, tmp_path / "none"):
+        check_same_tokenizer(tokenizer, folder, prompts, Config())
+    with pytest.raises(ValueError, match="has another tokenizer than") as error:
+        check_same_tokenizer(tokenizer, model_file.parent, prompts, Config())
+    assert str(model_file.parent) in str(error.value) and str(plain) in str(error.value)

@@ -3,7 +3,7 @@
 Used by the export to Hugging Face format, and to hold the shard-to-shard path (``executor.py``) to it. Collective over one process group
 of the training mesh: each piece of a tensor travels from the lowest rank that holds it to the rank (or all ranks) that asked.
 
-Left out: writing files (``conversion.py``), and any overlap: one tensor is in memory at a time, and nothing else happens meanwhile.
+Left out: writing files (``hf_checkpoint.py``), and any overlap: one tensor is in memory at a time, and nothing else happens meanwhile.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from megatron_ppo.resharding.plan import box_text, intersect, subtract
 
 Pieces = dict[Ranges, dict[int, Block]]
 """Distinct canonical box -> rank -> the block in which that rank holds it."""
-_DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 _DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
