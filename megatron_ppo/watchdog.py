@@ -218,7 +218,7 @@ class Watchdog:
         to say so: what all ranks print is the first cause.
         """
         phase = vars(error).get(_RAISED_IN, self._stack[-1])[0]
-        text = "".join(traceback.format_exception_only(error)).strip()
+        text = str(error) if isinstance(error, InputError) else "".join(traceback.format_exception_only(error)).strip()
         held_back_until = time.monotonic() + (self._timeout_s + 2 * self._poll_s if _is_echo(error) else 0.0)
         verdict = Verdict("failed", self._world.global_rank, phase, text)
         shown = "" if isinstance(error, InputError) else "".join(traceback.format_exception(error))

@@ -79,6 +79,8 @@ class VLLMBackend(InferenceBackend):
         with _start_up(on_cpu):
             from vllm import LLM
 
+            if on_cpu:
+                _check_head_size(network.head_dim)
             self._llm: LLM | None = LLM(
                 model=config.model.model_path,
                 skip_tokenizer_init=True,
@@ -201,6 +203,17 @@ class VLLMBackend(InferenceBackend):
                 f"seeds, but tensor-parallel rank(s) {others} differ from rank 0 (this is rank {group.rank_in_group}): "
                 "broadcast the requests first"
             )
+
+
+def _check_head_size(head_dim: int) -> None:
+    """``ValueError`` for a head that vLLM's CPU attention cannot compute: it would say so in the first rollout only."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if head_dim not in sizes:
+        raise ValueError(
+            f"head_dim {head_dim} is not supported by vLLM on a CPU, which has {sizes}; use another model or --rollout-backend hf"
+        )
 
 
 def _tp_group() -> Any:

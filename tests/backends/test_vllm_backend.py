@@ -424,3 +424,11 @@ def test_four_ranks_share_two_key_value_heads(tmp_path: Path) -> None:
     assert all(rank["layout is loader's"] for rank in found)
     assert all(rank["completions"] == found[0]["completions"] for rank in found)
     assert found[0]["error"] < 1e-5
+
+
+def test_a_head_that_cpu_attention_cannot_compute_is_refused_at_the_start() -> None:
+    from megatron_ppo.backends.vllm import _check_head_size
+
+    _check_head_size(64)
+    with pytest.raises(ValueError, match="head_dim 16 is not supported"):
+        _check_head_size(16)
