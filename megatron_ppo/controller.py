@@ -7,7 +7,7 @@
     5 update     training              epochs x mini-batches x micro-batches
     6 log        rank 0                console, files, dashboards
 
-A decision (stop, save) depends only on the configuration, the iteration, or a value agreed by all ranks.
+A decision (stop) depends only on the configuration, the iteration, or a value agreed by all ranks.
 """
 
 from __future__ import annotations
