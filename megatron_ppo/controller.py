@@ -116,6 +116,7 @@ class TrainingController(Controller):
         self._engine = engine
         self._writer = writer
         self._rollout = RemoteRollout(context.world)
+        self._answers = {prompt.prompt_id: prompt.answer for prompt in context.prompts.prompts}
         algorithm = context.config.algorithm
         target = algorithm.kl_target if algorithm.kl_controller == "adaptive" else None
         self._kl = KLController(algorithm.kl_coef, target, algorithm.kl_horizon)
@@ -182,6 +183,7 @@ class TrainingController(Controller):
                     "prompt_id": int(batch.prompt_ids[row]),
                     "sample_index": int(batch.sample_indices[row]),
                     "prompt": decode(batch.tokens[row, :start].tolist(), skip_special_tokens=False),
+                    "answer": self._answers.get(int(batch.prompt_ids[row])),
                     "response": decode(batch.tokens[row, start:stop].tolist(), skip_special_tokens=False),
                     "reward": float(batch.scores[row]),
                     "num_tokens": stop - start,

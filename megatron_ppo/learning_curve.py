@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from megatron_ppo.metrics import PHASES
@@ -37,6 +38,7 @@ def draw_png(records: list[dict[str, float]], path: Path) -> None:
     split.legend(loc="upper right")
     for axis in axes.flat:
         axis.grid(alpha=0.3)
+        axis.xaxis.get_major_locator().set_params(integer=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
@@ -51,7 +53,10 @@ def draw_text(records: list[dict[str, float]], *, width: int = 90, height: int =
     plotext.plot([r["iteration"] for r in records], [r["reward/mean"] for r in records], marker="braille")
     plotext.title("mean reward")
     plotext.xlabel("iteration")
-    return str(plotext.build())
+    last = len(records) - 1
+    positions = sorted({last * k // 4 for k in range(5)})
+    plotext.xticks([records[i]["iteration"] for i in positions], [str(records[i]["iteration"]) for i in positions])
+    return re.sub(r"\x1b\[[0-9;]*m", "", str(plotext.build()))  # without colours: it is often read in a log
 
 
 def time_split(records: list[dict[str, float]]) -> str:

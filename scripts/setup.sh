@@ -35,8 +35,9 @@ install() {
 pip_install() { "$venv/bin/python" -m pip install -qq --disable-pip-version-check "$@"; }  # errors only
 
 base() {
-    echo "setup: installing (some minutes, about 4 GB)"
+    echo "setup: installing torch (some minutes and about 4 GB for all)"
     pip_install -r requirements/torch.txt
+    echo "setup: installing megatron-core, vLLM and what they need"
     pip_install --no-deps -r requirements/cpu.txt
     PYTHONWARNINGS=ignore pip_install --no-deps --no-build-isolation --editable .  # the backend warns of editable installs as such
 }
