@@ -61,6 +61,7 @@ def _exchange(rank: int, world_size: int) -> str:
             bus.get(handle)
         world.store.set(f"deleted/{rank}", "1")
         world.store.get("finished")
+        world.store.set(f"left/{rank}", "1")
         return "ok"
     handles = [DataHandle(1, "trajectories/0"), DataHandle(2, "trajectories/0")]
     assert bus.wait(handles, num_returns=1) == ([handles[0]], [handles[1]])
@@ -82,6 +83,8 @@ def _exchange(rank: int, world_size: int) -> str:
     with pytest.raises(RuntimeError, match="only the owner, rank 1"):
         bus.delete(handles[0])
     world.store.set("finished", "1")
+    for owner in (1, 2):
+        world.store.get(f"left/{owner}")  # this rank hosts the store: it leaves last
     return "ok"
 
 
