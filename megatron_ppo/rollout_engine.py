@@ -7,7 +7,6 @@ with its own weights. ``RemoteRollout`` is how a training rank names the workers
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,8 +26,6 @@ from megatron_ppo.rewards import RewardInput
 from megatron_ppo.tokenizer import Tokenizer
 from megatron_ppo.types import Completion, Prompt, Sampling, TrajectoryBatch
 from megatron_ppo.world import World
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

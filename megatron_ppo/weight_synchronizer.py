@@ -22,7 +22,7 @@ from megatron_ppo.device import has_transformer_engine
 from megatron_ppo.resharding.checksum import compare_checksums, destination_checksums, source_checksums
 from megatron_ppo.resharding.executor import ReshardExecutor, TransferStats
 from megatron_ppo.resharding.families import Head, network_shape
-from megatron_ppo.resharding.megatron_layout import MegatronParallel, megatron_layout
+from megatron_ppo.resharding.megatron_layout import megatron_layout, megatron_parallel
 from megatron_ppo.resharding.plan import ReshardPlan, build_plan
 from megatron_ppo.resharding.vllm_layout import hf_layout, vllm_layout
 from megatron_ppo.world import World
@@ -116,12 +116,7 @@ def refit_plan(config: Config, world_size: int) -> ReshardPlan:
     """Who sends which part of which weight to whom, from the configuration alone: every rank builds the same plan."""
     network = network_shape(Path(config.model.model_path))
     p, num_training = config.parallel, world_size - config.parallel.rollout_world_size
-    sizes = MegatronParallel(
-        tensor_model_parallel_size=p.tensor_model_parallel_size,
-        pipeline_model_parallel_size=p.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=p.virtual_pipeline_model_parallel_size,
-        make_vocab_size_divisible_by=config.model.make_vocab_size_divisible_by,
-    )
+    sizes = megatron_parallel(config)
     head: Head = "lm+value" if config.model.critic == "shared" else "lm"
     stage_size = num_training // p.pipeline_model_parallel_size  # megatron's order of ranks: TP fastest, then CP, DP, PP
     shards = {

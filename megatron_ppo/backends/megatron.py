@@ -33,7 +33,7 @@ from megatron_ppo.resharding.families import NetworkShape, canonical_tensors, ne
 from megatron_ppo.resharding.gather import gather_canonical
 from megatron_ppo.resharding.hf_checkpoint import load_hf_weights, write_hf_checkpoint
 from megatron_ppo.resharding.layout import RankLayout
-from megatron_ppo.resharding.megatron_layout import MegatronParallel, megatron_layout
+from megatron_ppo.resharding.megatron_layout import megatron_layout, megatron_parallel
 from megatron_ppo.types import Completion, MicroBatch, RoleOutput, Sampling
 
 Head = Literal["lm", "lm+value", "value", "score"]
@@ -237,16 +237,9 @@ class MegatronBackend(TrainingBackend):
     def _layout(self, shape: NetworkShape, head: Head, place: RankCoordinates) -> RankLayout:
         from megatron_ppo.roles.megatron_config import transformer_impl
 
-        parallel = self._config.parallel
-        sizes = MegatronParallel(
-            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
-            make_vocab_size_divisible_by=self._config.model.make_vocab_size_divisible_by,
-        )
         return megatron_layout(
             shape,
-            sizes,
+            megatron_parallel(self._config),
             tp_rank=place.tp,
             pp_rank=place.pp,
             head=head,

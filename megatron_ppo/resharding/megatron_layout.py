@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_ppo.config import Config
 from megatron_ppo.resharding.families import EMBEDDING, FINAL_NORM, LM_HEAD, SCORE_HEAD, Head, NetworkShape, canonical_tensors
 from megatron_ppo.resharding.layout import RankLayout
 from megatron_ppo.resharding.layout_builder import LayoutBuilder, Piece, cut_pieces, padded_rows
@@ -36,6 +37,17 @@ class MegatronParallel:
     def num_chunks(self) -> int:
         """Chunks of a stage, 1 without the interleaved schedule."""
         return self.virtual_pipeline_model_parallel_size or 1
+
+
+def megatron_parallel(config: Config) -> MegatronParallel:
+    """The sizes of a run."""
+    parallel = config.parallel
+    return MegatronParallel(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+        make_vocab_size_divisible_by=config.model.make_vocab_size_divisible_by,
+    )
 
 
 def megatron_layout(
