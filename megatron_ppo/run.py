@@ -23,11 +23,11 @@ from megatron_ppo.bridge import Bridge
 from megatron_ppo.config import Config, DataConfig
 from megatron_ppo.controller import RolloutController, RunContext, Stopped, TrainingController
 from megatron_ppo.data_bus import DataBus
+from megatron_ppo.families import network_shape
 from megatron_ppo.learning_curve import draw_png, read_metrics
 from megatron_ppo.metrics import MetricsWriter
 from megatron_ppo.prompts import PromptSampler, PromptSet, load_prompts
 from megatron_ppo.resharding.executor import Parameters, ReshardExecutor, compare_descriptions
-from megatron_ppo.resharding.families import network_shape
 from megatron_ppo.reward_pool import RewardPool
 from megatron_ppo.rollout_engine import RolloutWorker
 from megatron_ppo.run_folder import PREEMPTED, RunFolder

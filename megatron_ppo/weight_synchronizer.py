@@ -19,10 +19,11 @@ from torch import Tensor
 from megatron_ppo.config import Config
 from megatron_ppo.data_bus import DataBus, DataHandle
 from megatron_ppo.device import has_transformer_engine
+from megatron_ppo.families import Head, network_shape
 from megatron_ppo.resharding.checksum import compare_checksums, destination_checksums, source_checksums
 from megatron_ppo.resharding.executor import ReshardExecutor, TransferStats
-from megatron_ppo.resharding.families import Head, network_shape
-from megatron_ppo.resharding.megatron_layout import megatron_layout, megatron_parallel
+from megatron_ppo.resharding.megatron_layout import training_layouts
+from megatron_ppo.resharding.megatron_mesh import megatron_parallel
 from megatron_ppo.resharding.plan import ReshardPlan, build_plan
 from megatron_ppo.resharding.vllm_layout import hf_layout, vllm_layout
 from megatron_ppo.world import World
@@ -116,24 +117,15 @@ def refit_plan(config: Config, world_size: int) -> ReshardPlan:
     """Who sends which part of which weight to whom, from the configuration alone: every rank builds the same plan."""
     network = network_shape(Path(config.model.model_path))
     p, num_training = config.parallel, world_size - config.parallel.rollout_world_size
-    sizes = megatron_parallel(config)
     head: Head = "lm+value" if config.model.critic == "shared" else "lm"
-    stage_size = num_training // p.pipeline_model_parallel_size  # megatron's order of ranks: TP fastest, then CP, DP, PP
-    shards = {
-        (tp, pp): megatron_layout(
-            network, sizes, tp_rank=tp, pp_rank=pp, head=head, transformer_engine_names=uses_transformer_engine(config)
-        )
-        for tp in range(p.tensor_model_parallel_size)
-        for pp in range(p.pipeline_model_parallel_size)
-    }
-    sources = {rank: shards[rank % p.tensor_model_parallel_size, rank // stage_size] for rank in range(num_training)}
+    sources = training_layouts(
+        network, megatron_parallel(config), num_training, head=head, transformer_engine_names=uses_transformer_engine(config)
+    )
     if config.rollout.rollout_backend == "hf":
         layouts = [hf_layout(network)]
     else:
-        layouts = [
-            vllm_layout(network, tensor_parallel_size=p.rollout_tensor_parallel_size, tp_rank=tp)
-            for tp in range(p.rollout_tensor_parallel_size)
-        ]
+        tp, whole_experts = p.rollout_tensor_parallel_size, p.rollout_expert_parallel
+        layouts = [vllm_layout(network, tensor_parallel_size=tp, tp_rank=rank, expert_parallel=whole_experts) for rank in range(tp)]
     destinations = {rank: layouts[(rank - num_training) % len(layouts)] for rank in range(num_training, world_size)}
     return build_plan(sources, destinations, bytes_per_element=transfer_dtype(config).itemsize)
 

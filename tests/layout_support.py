@@ -10,14 +10,14 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from megatron_ppo.resharding.families import CanonicalTensor, NetworkShape
+from megatron_ppo.families import FAMILIES, CanonicalTensor, NetworkShape
 from megatron_ppo.resharding.layout import RankLayout, view
 
 PADDING = -1
 
 
 def tiny(family: str = "llama", *, tied: bool = False, **changes: int) -> NetworkShape:
-    """TINY of the cases: vocab 32001, hidden 16, 4 layers, 4 query heads, 2 KV heads, head_dim 4, ffn 24."""
+    """TINY of the cases: vocab 32001, hidden 16, 4 layers, 4 query heads, 2 KV heads, head_dim 4, ffn 24; 8 experts in a mixture."""
     numbers = {
         "num_layers": 4,
         "hidden_size": 16,
@@ -27,7 +27,10 @@ def tiny(family: str = "llama", *, tied: bool = False, **changes: int) -> Networ
         "intermediate_size": 24,
         "vocab_size": 32001,
     } | changes
-    return NetworkShape(family=family, tied=tied, has_qkv_bias=family == "qwen2", has_qk_norm=family == "qwen3", **numbers)
+    if FAMILIES[family].experts is not None:
+        numbers = {"num_experts": 8, "num_experts_per_tok": 2} | numbers
+    spec = FAMILIES[family]
+    return NetworkShape(family=family, tied=tied, has_qkv_bias=spec.has_qkv_bias, has_qk_norm=spec.has_qk_norm, **numbers)
 
 
 def numbered(tensors: Iterable[CanonicalTensor]) -> dict[str, Tensor]:

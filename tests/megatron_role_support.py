@@ -49,13 +49,14 @@ def build(folder: Path, config: Config, head: Any) -> list[Any]:
     """This rank's chunks of the role, with the weights of the folder."""
     from megatron.core import parallel_state
 
-    from megatron_ppo.resharding.families import network_shape
+    from megatron_ppo.families import network_shape
     from megatron_ppo.resharding.hf_checkpoint import load_hf_weights
-    from megatron_ppo.resharding.megatron_layout import MegatronParallel, megatron_layout
+    from megatron_ppo.resharding.megatron_layout import megatron_layout
+    from megatron_ppo.resharding.megatron_mesh import megatron_parallel, rank_coordinates
     from megatron_ppo.roles.megatron_actor_critic import MegatronActorCritic
 
-    parallel = config.parallel
-    virtual = parallel.virtual_pipeline_model_parallel_size
+    sizes = megatron_parallel(config)
+    virtual = sizes.virtual_pipeline_model_parallel_size
     chunks = []
     for stage in range(virtual) if virtual is not None else (None,):
         chunk = MegatronActorCritic(
@@ -69,9 +70,8 @@ def build(folder: Path, config: Config, head: Any) -> list[Any]:
         chunks.append(chunk)
     layout = megatron_layout(
         network_shape(folder),
-        MegatronParallel(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, virtual),
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        sizes,
+        rank_coordinates(dist.get_rank(), dist.get_world_size(), sizes),
         head=head,
     )
     parameters = {

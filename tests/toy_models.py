@@ -18,21 +18,29 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
     MistralForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
+    MixtralForSequenceClassification,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2ForSequenceClassification,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3MoeForSequenceClassification,
 )
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
 
 CLASSES = {
     "llama": (LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification),
     "mistral": (MistralConfig, MistralForCausalLM, MistralForSequenceClassification),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification),
+    "mixtral": (MixtralConfig, MixtralForCausalLM, MixtralForSequenceClassification),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification),
 }
 
 
@@ -48,6 +56,8 @@ def make_toy(
     head_dim: int | None = None,
     ffn: int = 96,
     vocab_size: int = 130,
+    num_experts: int = 4,
+    num_experts_per_tok: int = 2,
     seed: int = 0,
     dtype: Literal["float32", "bfloat16"] = "float32",
     rope_scaling: Mapping[str, object] | None = None,
@@ -55,12 +65,17 @@ def make_toy(
 ) -> Path:
     """Write config.json and model.safetensors (one file) and return the folder.
 
-    ``head_dim`` None means hidden_size / num_heads. ``rope_scaling`` is the rope block (``rope_type``, ``rope_theta``, ...; default:
+    ``head_dim`` None means hidden_size / num_heads. ``ffn`` is the width of the MLP, or of each expert of a mixture; dense families have
+    no experts. ``rope_scaling`` is the rope block (``rope_type``, ``rope_theta``, ...; default:
     plain RoPE, theta 10000). ``score_head`` writes a one-label sequence classifier (a reward model) in place of the language-model
     head. The same arguments give the same bytes. The global random state is left as it was.
     """
     config_class, causal_class, classifier_class = CLASSES[family]
     options: dict[str, object] = {"num_labels": 1} if score_head else {}
+    if family in ("mixtral", "qwen3_moe"):
+        options |= {"num_local_experts": num_experts, "num_experts_per_tok": num_experts_per_tok}
+    if family == "qwen3_moe":
+        options |= {"moe_intermediate_size": ffn, "norm_topk_prob": True}
     config = config_class(
         vocab_size=vocab_size,
         hidden_size=hidden_size,

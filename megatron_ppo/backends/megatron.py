@@ -27,13 +27,14 @@ from megatron_ppo import device
 from megatron_ppo.backends.base import LossFunction, LossMetrics, RoleName, StepResult, TrainingBackend
 from megatron_ppo.backends.megatron_optimizer import MegatronOptimizer
 from megatron_ppo.backends.megatron_schedule import collect_outputs, reduce_metrics, run_schedule
-from megatron_ppo.backends.megatron_setup import RankCoordinates, configure_schedule, initialize_megatron, rank_coordinates
+from megatron_ppo.backends.megatron_setup import configure_schedule, initialize_megatron
 from megatron_ppo.config import Config
-from megatron_ppo.resharding.families import NetworkShape, canonical_tensors, network_shape
+from megatron_ppo.families import NetworkShape, canonical_tensors, network_shape
 from megatron_ppo.resharding.gather import gather_canonical
 from megatron_ppo.resharding.hf_checkpoint import load_hf_weights, write_hf_checkpoint
 from megatron_ppo.resharding.layout import RankLayout
-from megatron_ppo.resharding.megatron_layout import megatron_layout, megatron_parallel
+from megatron_ppo.resharding.megatron_layout import megatron_layout, training_layouts
+from megatron_ppo.resharding.megatron_mesh import megatron_parallel
 from megatron_ppo.types import Completion, MicroBatch, RoleOutput, Sampling
 
 Head = Literal["lm", "lm+value", "value", "score"]
@@ -151,7 +152,7 @@ class MegatronBackend(TrainingBackend):
     def layout(self, role: RoleName = "actor") -> RankLayout:
         """How this rank's parameters of ``role`` lie in the canonical model. Pure data, not collective."""
         network = self._network(role)
-        return self._layout(network_shape(network.folder), network.head, self.coordinates)
+        return self._layout(network_shape(network.folder), network.head)
 
     def export_hf(self, folder: Path, role: Literal["actor", "critic"] = "actor") -> None:
         """Write the role in Hugging Face format, from rank 0. Collective over the training mesh.
@@ -160,11 +161,11 @@ class MegatronBackend(TrainingBackend):
         """
         network = self._network("actor" if role == "critic" and self._config.model.critic == "shared" else role)
         head: Head = "lm" if role == "actor" else "value"
-        shape, rank, world_size = network_shape(network.folder), torch.distributed.get_rank(), torch.distributed.get_world_size()
-        layouts = {
-            other: self._layout(shape, network.head, rank_coordinates(other, world_size, self._config.parallel))
-            for other in range(world_size)
-        }
+        shape, rank = network_shape(network.folder), torch.distributed.get_rank()
+        sizes = megatron_parallel(self._config)
+        layouts = training_layouts(
+            shape, sizes, torch.distributed.get_world_size(), head=network.head, transformer_engine_names=self._fuses_norms
+        )
         names = [tensor.name for tensor in canonical_tensors(shape, head)]
         stream = gather_canonical(layouts, dict(named_parameters(network.roles)), to=0, names=names)
         fault: list[str | None] = [None]
@@ -201,7 +202,7 @@ class MegatronBackend(TrainingBackend):
     def _build(self, folder: Path, head: Head, *, peak_lr: float | None) -> Network:
         """Build one network and load its weights; ``peak_lr`` None: frozen."""
         shape = network_shape(folder)
-        layout = self._layout(shape, head, self.coordinates)  # first: it refuses sizes that do not fit, with their equation
+        layout = self._layout(shape, head)  # first: it refuses sizes that do not fit, with their equation
         roles = list(self._build_roles(folder, head))
         load_hf_weights(folder, layout, dict(named_parameters(roles)), head=head)
         if peak_lr is None:
@@ -234,18 +235,17 @@ class MegatronBackend(TrainingBackend):
             configure_schedule(part.config, self._config.parallel)
             yield part
 
-    def _layout(self, shape: NetworkShape, head: Head, place: RankCoordinates) -> RankLayout:
+    def _layout(self, shape: NetworkShape, head: Head) -> RankLayout:
+        """How this rank's parameters lie."""
+        sizes = megatron_parallel(self._config)
+        return megatron_layout(shape, sizes, self.coordinates, head=head, transformer_engine_names=self._fuses_norms)
+
+    @property
+    def _fuses_norms(self) -> bool:
+        """Transformer Engine's layer spec fuses norms into the linear layers after them."""
         from megatron_ppo.roles.megatron_config import transformer_impl
 
-        return megatron_layout(
-            shape,
-            megatron_parallel(self._config),
-            tp_rank=place.tp,
-            pp_rank=place.pp,
-            head=head,
-            # Its layer spec fuses norms into the linear layers after them.
-            transformer_engine_names=transformer_impl(self._config) == "transformer_engine",
-        )
+        return transformer_impl(self._config) == "transformer_engine"
 
     def _wrap(self, roles: Sequence[Any]) -> list[Any]:
         """Put the gradient buffers of megatron-core's DistributedDataParallel around each chunk."""

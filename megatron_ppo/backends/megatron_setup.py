@@ -1,12 +1,7 @@
 """Process groups, seeds and schedule settings of megatron-core, before any model is built.
 
 Stands at the start of a training rank: ``world.py`` has made the training mesh's default process group, this module cuts it into
-tensor-, context-, data- and pipeline-parallel groups. Rank order is Megatron's default, fastest first: tp, cp, dp, pp.
-
-    world of 8, TP 2, PP 2:   global rank   0 1 2 3   4 5 6 7
-                              pp            0 0 0 0   1 1 1 1
-                              dp            0 0 1 1   0 0 1 1
-                              tp            0 1 0 1   0 1 0 1
+tensor-, context-, data-, expert- and pipeline-parallel groups, in Megatron's default order (``resharding/megatron_mesh.py``).
 
 Left out: building networks (``megatron.py``), and equations between sizes that need no megatron (``config_checks.py``).
 """
@@ -14,30 +9,13 @@ Left out: building networks (``megatron.py``), and equations between sizes that 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron_ppo import device
 from megatron_ppo.config import Config, ParallelConfig
-
-
-@dataclass(frozen=True)
-class RankCoordinates:
-    """Where one rank stands on each axis of the training mesh."""
-
-    dp: int
-    pp: int
-    tp: int
-    cp: int = 0
-
-
-def rank_coordinates(rank: int, world_size: int, parallel: ParallelConfig) -> RankCoordinates:
-    """Coordinates of ``rank`` in a training mesh of ``world_size`` ranks: Megatron's order "tp-cp-ep-dp-pp" as pure arithmetic."""
-    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    dp = _data_parallel_size(world_size, parallel)
-    return RankCoordinates(dp=rank // (tp * cp) % dp, pp=rank // (tp * cp * dp), tp=rank % tp, cp=rank // tp % cp)
+from megatron_ppo.resharding.megatron_mesh import RankCoordinates, data_parallel_size, megatron_parallel, rank_coordinates
 
 
 def initialize_megatron(config: Config, seed: int) -> RankCoordinates:
@@ -55,11 +33,14 @@ def initialize_megatron(config: Config, seed: int) -> RankCoordinates:
         raise RuntimeError("megatron-core already has process groups in this process; call destroy_megatron() first")
     parallel, world_size = config.parallel, torch.distributed.get_world_size()
     check_settings(config, world_size)
+    sizes = megatron_parallel(config)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
         context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=sizes.expert_model_parallel_size,
+        expert_tensor_parallel_size=sizes.expert_tensor_size,
         distributed_timeout_minutes=parallel.distributed_timeout_minutes,
         # One backend is enough: the twins over gloo serve checkpoint formats that are not used here.
         create_gloo_process_groups=False,
@@ -70,9 +51,11 @@ def initialize_megatron(config: Config, seed: int) -> RankCoordinates:
         pp=parallel_state.get_pipeline_model_parallel_rank(),
         tp=parallel_state.get_tensor_model_parallel_rank(),
         cp=parallel_state.get_context_parallel_rank(),
+        ep=parallel_state.get_expert_model_parallel_rank(),
+        expert_tp=parallel_state.get_expert_tensor_parallel_rank(),
     )
-    expected = rank_coordinates(torch.distributed.get_rank(), world_size, parallel)
-    assert found == expected, f"megatron-core placed this rank at {found}, the arithmetic of this module at {expected}"
+    expected = rank_coordinates(torch.distributed.get_rank(), world_size, sizes)
+    assert found == expected, f"megatron-core placed this rank at {found}, the arithmetic of megatron_mesh.py at {expected}"
     return found
 
 
@@ -89,7 +72,7 @@ def check_settings(config: Config, world_size: int) -> None:
     _check_overrides(config.model.transformer_overrides)
     parallel = config.parallel
     stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
-    _data_parallel_size(world_size, parallel)
+    data_parallel_size(world_size, megatron_parallel(config))
     if chunks is not None and (chunks < 2 or stages < 2):
         raise ValueError(
             f"virtual_pipeline_model_parallel_size {chunks} with pipeline_model_parallel_size {stages}: the interleaved schedule needs "
@@ -140,13 +123,3 @@ def configure_schedule(transformer: Any, parallel: ParallelConfig) -> None:
     transformer.overlap_p2p_comm = interleaved
     transformer.batch_p2p_comm = not interleaved
     transformer.deallocate_pipeline_outputs = False
-
-
-def _data_parallel_size(world_size: int, parallel: ParallelConfig) -> int:
-    tp, pp, cp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.context_parallel_size
-    if world_size % (tp * pp * cp):
-        raise ValueError(
-            f"{world_size} training ranks cannot be cut into copies of the model: tensor {tp} x pipeline {pp} x context {cp} = "
-            f"{tp * pp * cp} ranks each. Change the number of training ranks to a multiple of {tp * pp * cp}"
-        )
-    return world_size // (tp * pp * cp)

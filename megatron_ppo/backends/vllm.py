@@ -29,7 +29,7 @@ from megatron_ppo.backends.base import InferenceBackend
 from megatron_ppo.backends.inference_checks import check_complete, check_layout, check_requests, forget_weights
 from megatron_ppo.config import Config
 from megatron_ppo.device import has_cuda, preserved_global_state
-from megatron_ppo.resharding.families import network_shape
+from megatron_ppo.families import network_shape
 from megatron_ppo.resharding.vllm_layout import check_vllm, vllm_layout
 from megatron_ppo.types import Completion, Sampling
 

@@ -27,7 +27,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_ppo.resharding.layout import Ranges, box_shape, view
+from megatron_ppo.resharding.layout import Ranges, box_shape, shifted, view
 from megatron_ppo.resharding.plan import Group, ReshardPlan, volume
 
 Parameters = Mapping[str, Tensor]
@@ -292,7 +292,8 @@ def _cut(group: Group, bucket_elements: int) -> Iterator[tuple[_Copy, ...]]:
 
 
 def _inside(box: Ranges, outer: Ranges) -> Ranges:
-    return tuple((start + origin, stop + origin) for (start, stop), (origin, _) in zip(box, outer, strict=True))
+    """``box``, whose origin is that of ``outer``, in the coordinates in which ``outer`` is given."""
+    return shifted(box, tuple((0, 0) for _ in box), outer)
 
 
 def _pack(bucket: _Bucket, buffer: Tensor, sources: Parameters) -> None:

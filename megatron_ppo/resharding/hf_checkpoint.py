@@ -17,8 +17,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_ppo.resharding.families import (
+from megatron_ppo.families import (
     EMBEDDING,
+    FAMILIES,
     LM_HEAD,
     SCORE_HEAD,
     Head,
@@ -333,18 +334,9 @@ def _exported_config(config: Mapping[str, object], head: Head, dtypes: set[torch
         changed |= {key: dtype for key in ("dtype", "torch_dtype") if key in config}
     if head in ("value", "score"):
         family = str(config["model_type"])
-        changed["architectures"] = [CLASSIFIERS[family]]
+        changed["architectures"] = [FAMILIES[family].classifier]
         changed |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "tie_word_embeddings": False}
     return changed
-
-
-CLASSIFIERS = {
-    "llama": "LlamaForSequenceClassification",
-    "mistral": "MistralForSequenceClassification",
-    "qwen2": "Qwen2ForSequenceClassification",
-    "qwen3": "Qwen3ForSequenceClassification",
-}
-"""Family -> transformers class that holds a ``score`` head."""
 
 
 def _write_config(source: Path, target: Path, config: dict[str, object]) -> None:

@@ -22,7 +22,10 @@ Ranges = tuple[Range, ...]
 
 @dataclass(frozen=True)
 class Block:
-    """A box of one canonical tensor and the box of one local parameter that holds it, equal in shape dim by dim."""
+    """A box of one canonical tensor and the box of one local parameter that holds it, equal in shape dim by dim.
+
+    The local box may have further dims of extent 1 in front: a parameter that stacks canonical tensors, as engines do with experts.
+    """
 
     name: str
     """Canonical name."""
@@ -34,7 +37,7 @@ class Block:
     """Box in the local parameter."""
 
     def __post_init__(self) -> None:
-        if box_shape(self.canonical) != box_shape(self.local):
+        if box_shape(self.local) != (1,) * (len(self.local) - len(self.canonical)) + box_shape(self.canonical):
             raise ValueError(
                 f"block of {self.name}: canonical box {self.canonical} and box {self.local} of {self.parameter} differ in shape"
             )
@@ -60,6 +63,12 @@ class RankLayout:
 def box_shape(ranges: Ranges) -> tuple[int, ...]:
     """Extent along each dim."""
     return tuple(stop - start for start, stop in ranges)
+
+
+def shifted(box: Ranges, origin: Ranges, target: Ranges) -> Ranges:
+    """``box``, a part of ``origin``, at the same place in ``target``, which may have further dims in front."""
+    lead = len(target) - len(origin)
+    return target[:lead] + tuple((t + a - o, t + b - o) for (a, b), (o, _), (t, _) in zip(box, origin, target[lead:], strict=True))
 
 
 def view(tensor: Tensor, ranges: Ranges) -> Tensor:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from megatron_ppo.resharding.families import CanonicalTensor
-from megatron_ppo.resharding.layout import Block, Range, Ranges, RankLayout
+from megatron_ppo.families import CanonicalTensor
+from megatron_ppo.resharding.layout import Block, Range, Ranges, RankLayout, box_shape
 
 Piece = tuple[str, Range]
 """Rows (start, stop) of the canonical tensor of that name."""
@@ -52,6 +52,19 @@ class LayoutBuilder:
             self._blocks.append(Block(name, ((start, stop), *_full(rest)), parameter, (rows, *_full(rest))))
             row = rows[1]
         self._add_parameter(parameter, (row, *rest))
+
+    def slots(self, parameter: str, slots: Sequence[Sequence[tuple[str, Ranges]]]) -> None:
+        """The parameter is a stack along a new first dim; each slot is its pieces (name, canonical box), one below the other."""
+        shape: tuple[int, ...] = ()
+        for number, pieces in enumerate(slots):
+            row = 0
+            for name, box in pieces:
+                size, *rest = box_shape(box)
+                local = ((number, number + 1), (row, row + size), *_full(tuple(rest)))
+                self._blocks.append(Block(name, box, parameter, local))
+                row += size
+                shape = (row, *rest)
+        self._add_parameter(parameter, (len(slots), *shape))
 
     def vocabulary(self, parameter: str, name: str, rank: int, rows_per_rank: int) -> None:
         """Rows ``rank * rows_per_rank`` onwards; those past the canonical end are padding and in no block."""

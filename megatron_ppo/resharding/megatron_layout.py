@@ -7,124 +7,125 @@ megatron-core 0.16.1, ``models/gpt``, ``transformer/attention.py``, ``transforme
     linear_qkv   rows  [q of group 0; k 0; v 0 | q of group 1; k 1; v 1 | ...], cut into TP equal parts
     linear_fc1   rows  [gate_r; up_r] on rank r
     embedding    rows  padded to a multiple of make_vocab_size_divisible_by * TP, cut into TP equal parts
-    layers             chunk v of stage p holds layers v * L/V + p * L/(V*P) onwards, numbered from 0 locally
+    layers             those of ``megatron_mesh.stage_layers``, numbered from 0 locally
+    experts            expert-parallel rank e holds experts e * E/EP onwards, each cut over the expert-tensor-parallel ranks
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_ppo.config import Config
-from megatron_ppo.resharding.families import EMBEDDING, FINAL_NORM, LM_HEAD, SCORE_HEAD, Head, NetworkShape, canonical_tensors
+from megatron_ppo.families import EMBEDDING, FINAL_NORM, LM_HEAD, SCORE_HEAD, Head, NetworkShape, canonical_tensors
 from megatron_ppo.resharding.layout import RankLayout
 from megatron_ppo.resharding.layout_builder import LayoutBuilder, Piece, cut_pieces, padded_rows
+from megatron_ppo.resharding.megatron_mesh import MegatronParallel, RankCoordinates, rank_coordinates, stage_layers
 
 VALUE_HEAD = "value_head.weight"
 """Local name of the scalar head (critic and reward model alike), replicated over tensor-parallel ranks."""
 
 
-@dataclass(frozen=True)
-class MegatronParallel:
-    """The sizes of the training mesh that decide where a weight lies; data and context parallel ranks hold the same."""
-
-    tensor_model_parallel_size: int = 1
-    pipeline_model_parallel_size: int = 1
-    virtual_pipeline_model_parallel_size: int | None = None
-    """Chunks a stage holds; None: one, and names without the ``model{v}.`` prefix."""
-    make_vocab_size_divisible_by: int = 128
-
-    @property
-    def num_chunks(self) -> int:
-        """Chunks of a stage, 1 without the interleaved schedule."""
-        return self.virtual_pipeline_model_parallel_size or 1
-
-
-def megatron_parallel(config: Config) -> MegatronParallel:
-    """The sizes of a run."""
-    parallel = config.parallel
-    return MegatronParallel(
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
-        make_vocab_size_divisible_by=config.model.make_vocab_size_divisible_by,
-    )
+def training_layouts(
+    network: NetworkShape, parallel: MegatronParallel, world_size: int, *, head: Head = "lm", transformer_engine_names: bool = False
+) -> dict[int, RankLayout]:
+    """Rank -> layout of the whole training mesh; ranks that hold the same share one object."""
+    known: dict[tuple[int, int, int, int], RankLayout] = {}
+    found: dict[int, RankLayout] = {}
+    for rank in range(world_size):
+        place = rank_coordinates(rank, world_size, parallel)
+        key = (place.tp, place.pp, *((place.ep, place.expert_tp) if network.experts else (0, 0)))
+        if key not in known:
+            known[key] = megatron_layout(network, parallel, place, head=head, transformer_engine_names=transformer_engine_names)
+        found[rank] = known[key]
+    return found
 
 
 def megatron_layout(
     network: NetworkShape,
     parallel: MegatronParallel,
+    place: RankCoordinates,
     *,
-    tp_rank: int,
-    pp_rank: int,
     head: Head = "lm",
     transformer_engine_names: bool = False,
 ) -> RankLayout:
     """All parameters of the rank. With the interleaved schedule, names of chunk v begin with ``model{v}.``.
 
-    ``transformer_engine_names``: the spec that fuses each norm into the linear layer after it. ``ValueError`` (``check_megatron``) where
-    the sizes do not divide.
+    ``transformer_engine_names``: the spec that fuses each norm into the linear layer after it, and keeps the experts of a layer in one
+    module. ``ValueError`` (``check_megatron``) where the sizes do not divide.
     """
     check_megatron(network, parallel)
-    if not 0 <= tp_rank < parallel.tensor_model_parallel_size or not 0 <= pp_rank < parallel.pipeline_model_parallel_size:
-        raise ValueError(f"no rank (tp {tp_rank}, pp {pp_rank}) in {parallel}")
-    rank = _Rank(LayoutBuilder(canonical_tensors(network, head)), network, parallel, tp_rank)
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    ep, expert_tp = parallel.expert_model_parallel_size, parallel.expert_tensor_size
+    if not all(0 <= at < size for at, size in ((place.tp, tp), (place.pp, pp), (place.ep, ep), (place.expert_tp, expert_tp))):
+        raise ValueError(f"no rank {place} in {parallel}")
+    rank = _Rank(LayoutBuilder(canonical_tensors(network, head)), network, parallel, place, transformer_engine_names)
+    stages = stage_layers(network.num_layers, parallel)
     for chunk in range(parallel.num_chunks):
         prefix = "" if parallel.virtual_pipeline_model_parallel_size is None else f"model{chunk}."
-        if pp_rank == 0 and chunk == 0:
+        if place.pp == 0 and chunk == 0:
             rank.add_vocabulary(f"{prefix}embedding.word_embeddings.weight", EMBEDDING)
-        for local, layer in enumerate(chunk_layers(network.num_layers, parallel, pp_rank, chunk)):
-            layer_prefix = f"{prefix}decoder.layers.{local}."
-            rank.add_attention(layer, layer_prefix)
-            rank.add_mlp(layer, layer_prefix)
-            rank.add_norms(layer, layer_prefix, transformer_engine_names)
-        if pp_rank == parallel.pipeline_model_parallel_size - 1 and chunk == parallel.num_chunks - 1:
+        for local, layer in enumerate(stages[place.pp][chunk]):
+            rank.add_layer(layer, f"{prefix}decoder.layers.{local}.")
+        if place.pp == pp - 1 and chunk == parallel.num_chunks - 1:
             rank.add_heads(prefix, head)
     return rank.builder.build()
 
 
 def check_megatron(network: NetworkShape, parallel: MegatronParallel) -> None:
-    """``ValueError`` with the equation and its numbers for the first rule that the sizes break."""
-    tp, pp, chunks = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.num_chunks
-    layers, heads, groups = network.num_layers, network.num_attention_heads, network.num_key_value_heads
-    if min(tp, pp, chunks, parallel.make_vocab_size_divisible_by) < 1:
-        raise ValueError(f"every size must be at least 1, but they are {parallel}")
-    if parallel.virtual_pipeline_model_parallel_size is not None and pp == 1:
-        raise ValueError(
-            f"virtual_pipeline_model_parallel_size {chunks} needs pipeline_model_parallel_size > 1; leave it unset or raise the latter"
-        )
-    if pp > layers:
-        raise ValueError(f"pipeline_model_parallel_size {pp} exceeds the model's {layers} layers; lower it")
-    if layers % (pp * chunks):
-        raise ValueError(
-            f"{layers} layers do not divide by pipeline_model_parallel_size {pp} * virtual chunks {chunks} = {pp * chunks}; "
-            "choose sizes whose product divides the number of layers (uneven stages are not supported)"
-        )
+    """``ValueError`` with the equation and its numbers for every rule that the sizes break."""
+    faults = list(megatron_faults(network, parallel))
+    if faults:
+        raise ValueError("; ".join(faults))
+
+
+def megatron_faults(network: NetworkShape, parallel: MegatronParallel) -> Iterator[str]:
+    """Rules of megatron-core that the sizes break, in words."""
+    tp, heads, groups = parallel.tensor_model_parallel_size, network.num_attention_heads, network.num_key_value_heads
+    sizes = (
+        tp,
+        parallel.pipeline_model_parallel_size,
+        parallel.num_chunks,
+        parallel.make_vocab_size_divisible_by,
+        parallel.expert_model_parallel_size,
+        parallel.expert_tensor_size,
+    )
+    if min(sizes) < 1:
+        yield f"every size must be at least 1, but they are {parallel}"
+        return
+    try:
+        stage_layers(network.num_layers, parallel)
+    except ValueError as error:
+        yield str(error)
     if heads % tp:
-        raise ValueError(f"{heads} attention heads do not divide by tensor_model_parallel_size {tp}; choose a divisor of {heads}")
-    if groups % tp and tp % groups:
-        raise ValueError(
-            f"{groups} key/value heads and tensor_model_parallel_size {tp}: one must be a multiple of the other; choose another size"
-        )
+        good = [n for n in range(1, heads + 1) if heads % n == 0]
+        yield f"{heads} attention heads are not a multiple of tensor_model_parallel_size = {tp}; it may be one of {good}"
+    elif groups % tp and tp % groups:
+        yield f"{groups} key/value heads and tensor_model_parallel_size = {tp}: one must be a multiple of the other; choose another size"
     qkv_rows = network.query_size + 2 * network.kv_size
-    if qkv_rows % tp:
-        raise ValueError(f"the {qkv_rows} rows of linear_qkv do not divide by tensor_model_parallel_size {tp}; choose another size")
-    if network.intermediate_size % tp:
-        raise ValueError(
-            f"intermediate_size {network.intermediate_size} does not divide by tensor_model_parallel_size {tp}; choose another"
-        )
+    if not heads % tp and qkv_rows % tp:
+        yield f"the {qkv_rows} rows of linear_qkv are not a multiple of tensor_model_parallel_size = {tp}; choose another size"
+    yield from _width_faults(network, parallel)
+
+
+def _width_faults(network: NetworkShape, parallel: MegatronParallel) -> Iterator[str]:
+    width, tp = network.intermediate_size, parallel.tensor_model_parallel_size
+    ep, expert_tp = parallel.expert_model_parallel_size, parallel.expert_tensor_size
+    if network.experts is None:
+        if width % tp:
+            yield f"intermediate_size {width} is not a multiple of tensor_model_parallel_size = {tp}; choose a divisor of it"
+        if ep > 1 or parallel.expert_tensor_parallel_size is not None:
+            name, size = ("expert_model_parallel_size", ep) if ep > 1 else ("expert_tensor_parallel_size", expert_tp)
+            yield f"{name} = {size}, but {network.family} is a dense family without experts; leave it out"
+        return
+    if network.num_experts % ep:
+        yield f"{network.num_experts} experts are not a multiple of expert_model_parallel_size = {ep}; choose a divisor"
+    if width % expert_tp:
+        yield f"{network.experts.width_key} {width} is not a multiple of the {expert_tp} ranks that share an expert; choose a divisor"
 
 
 def padded_vocab_size(network: NetworkShape, parallel: MegatronParallel) -> int:
     """Rows of embedding and head over all tensor-parallel ranks together."""
     return padded_rows(network.vocab_size, parallel.make_vocab_size_divisible_by * parallel.tensor_model_parallel_size)
-
-
-def chunk_layers(num_layers: int, parallel: MegatronParallel, pp_rank: int, chunk: int = 0) -> range:
-    """Global numbers of the layers in a chunk of a stage, in order."""
-    pp, chunks = parallel.pipeline_model_parallel_size, parallel.num_chunks
-    size = num_layers // (pp * chunks)
-    start = chunk * (num_layers // chunks) + pp_rank * size
-    return range(start, start + size)
 
 
 @dataclass(frozen=True)
@@ -134,35 +135,65 @@ class _Rank:
     builder: LayoutBuilder
     network: NetworkShape
     parallel: MegatronParallel
-    tp_rank: int
+    place: RankCoordinates
+    fused: bool
 
     def add_vocabulary(self, parameter: str, name: str) -> None:
         rows = padded_vocab_size(self.network, self.parallel) // self.parallel.tensor_model_parallel_size
-        self.builder.vocabulary(parameter, name, self.tp_rank, rows)
+        self.builder.vocabulary(parameter, name, self.place.tp, rows)
 
-    def add_attention(self, layer: int, prefix: str) -> None:
+    def add_layer(self, layer: int, prefix: str) -> None:
+        self._add_attention(layer, prefix)
+        if self.network.experts is None:
+            mlp = f"model.layers.{layer}.mlp."
+            self._add_swiglu(mlp, ("gate_proj", "up_proj", "down_proj"), f"{prefix}mlp.linear_fc1.weight", f"{prefix}mlp.linear_fc2.weight")
+        else:
+            self._add_experts(layer, f"{prefix}mlp.")
+        self._add_norms(layer, prefix)
+
+    def _add_attention(self, layer: int, prefix: str) -> None:
         network, tp = self.network, self.parallel.tensor_model_parallel_size
         source = f"model.layers.{layer}.self_attn."
         rows = (network.query_size + 2 * network.kv_size) // tp
         for kind in ("weight", "bias") if network.has_qkv_bias else ("weight",):
-            pieces = cut_pieces(_interleaved_qkv(network, source, kind), self.tp_rank * rows, (self.tp_rank + 1) * rows)
+            pieces = cut_pieces(_interleaved_qkv(network, source, kind), self.place.tp * rows, (self.place.tp + 1) * rows)
             self.builder.stack(f"{prefix}self_attention.linear_qkv.{kind}", pieces)
-        self.builder.split(f"{prefix}self_attention.linear_proj.weight", f"{source}o_proj.weight", 1, self.tp_rank, tp)
+        self.builder.split(f"{prefix}self_attention.linear_proj.weight", f"{source}o_proj.weight", 1, self.place.tp, tp)
         if network.has_qk_norm:
             self.builder.whole(f"{prefix}self_attention.q_layernorm.weight", f"{source}q_norm.weight")
             self.builder.whole(f"{prefix}self_attention.k_layernorm.weight", f"{source}k_norm.weight")
 
-    def add_mlp(self, layer: int, prefix: str) -> None:
-        source, tp = f"model.layers.{layer}.mlp.", self.parallel.tensor_model_parallel_size
-        rows = self.network.intermediate_size // tp
-        part = (self.tp_rank * rows, (self.tp_rank + 1) * rows)
-        self.builder.stack(f"{prefix}mlp.linear_fc1.weight", [(f"{source}gate_proj.weight", part), (f"{source}up_proj.weight", part)])
-        self.builder.split(f"{prefix}mlp.linear_fc2.weight", f"{source}down_proj.weight", 1, self.tp_rank, tp)
+    def _add_experts(self, layer: int, prefix: str) -> None:
+        experts = self.network.experts
+        assert experts is not None
+        block = f"model.layers.{layer}.{experts.block}."
+        self.builder.whole(f"{prefix}router.weight", f"{block}gate.weight")
+        count = self.network.num_experts // self.parallel.expert_model_parallel_size
+        for local in range(count):
+            names = (
+                [f"{prefix}experts.{part}.weight{local}" for part in ("linear_fc1", "linear_fc2")]
+                if self.fused
+                else [f"{prefix}experts.local_experts.{local}.{part}.weight" for part in ("linear_fc1", "linear_fc2")]
+            )
+            source = f"{block}experts.{self.place.ep * count + local}."
+            self._add_swiglu(source, (experts.gate, experts.up, experts.down), names[0], names[1], is_expert=True)
 
-    def add_norms(self, layer: int, prefix: str, fused: bool) -> None:
+    def _add_swiglu(self, source: str, names: tuple[str, str, str], fc1: str, fc2: str, *, is_expert: bool = False) -> None:
+        """[gate_r; up_r] and the columns of down that belong to them."""
+        parts = self.parallel.expert_tensor_size if is_expert else self.parallel.tensor_model_parallel_size
+        number = self.place.expert_tp if is_expert else self.place.tp
+        rows = self.network.intermediate_size // parts
+        part = (number * rows, (number + 1) * rows)
+        gate, up, down = (f"{source}{name}.weight" for name in names)
+        self.builder.stack(fc1, [(gate, part), (up, part)])
+        self.builder.split(fc2, down, 1, number, parts)
+
+    def _add_norms(self, layer: int, prefix: str) -> None:
         source = f"model.layers.{layer}."
-        before_attention = "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
-        before_mlp = "mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight"
+        before_attention = "self_attention.linear_qkv.layer_norm_weight" if self.fused else "input_layernorm.weight"
+        # A router stands between the norm and the experts, so that the norm is fused into nothing.
+        fused_mlp = self.fused and self.network.experts is None
+        before_mlp = "mlp.linear_fc1.layer_norm_weight" if fused_mlp else "pre_mlp_layernorm.weight"
         self.builder.whole(f"{prefix}{before_attention}", f"{source}input_layernorm.weight")
         self.builder.whole(f"{prefix}{before_mlp}", f"{source}post_attention_layernorm.weight")
 

@@ -22,7 +22,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from megatron_ppo.resharding.layout import Block, Ranges, RankLayout
+from megatron_ppo.resharding.layout import Block, Ranges, RankLayout, shifted
 
 TRAINER_ONLY = frozenset({"score.weight"})
 """Canonical tensors that a trainer may hold and no rollout engine wants: the value head."""
@@ -34,7 +34,10 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One box of a canonical tensor, from the source's parameter to the destinations' parameter; all three boxes equal in shape."""
+    """One box of a canonical tensor, from the source's parameter to the destinations' parameter; all three boxes equal in shape.
+
+    A box of a stacked parameter has further dims of extent 1 in front (``layout.Block``).
+    """
 
     name: str
     """Canonical name."""
@@ -197,11 +200,6 @@ def subtract(box: Ranges, hole: Ranges) -> list[Ranges]:
             if piece[0] < piece[1]:
                 parts.append((*hole[:dim], piece, *box[dim + 1 :]))
     return parts
-
-
-def shifted(box: Ranges, origin: Ranges, target: Ranges) -> Ranges:
-    """``box``, a part of ``origin``, at the same place in ``target``."""
-    return tuple((t + a - o, t + b - o) for (a, b), (o, _), (t, _) in zip(box, origin, target, strict=True))
 
 
 def box_text(box: Ranges) -> str:

@@ -10,8 +10,9 @@ import torch
 
 from megatron_ppo.backends.megatron_optimizer import learning_rate
 from megatron_ppo.backends.megatron_schedule import pad_micro_batch
-from megatron_ppo.backends.megatron_setup import RankCoordinates, check_settings, rank_coordinates
-from megatron_ppo.config import Config, OptimizerConfig, ParallelConfig
+from megatron_ppo.backends.megatron_setup import check_settings
+from megatron_ppo.config import Config, OptimizerConfig
+from megatron_ppo.resharding.megatron_mesh import MegatronParallel, RankCoordinates, rank_coordinates
 from megatron_ppo.types import MicroBatch
 
 
@@ -47,10 +48,10 @@ def test_warmup_longer_than_the_run_does_not_divide_by_zero() -> None:
 
 
 def test_rank_coordinates_are_megatrons_order_and_a_bijection() -> None:
-    parallel = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, context_parallel_size=2)
+    parallel = MegatronParallel(2, 2, context_parallel_size=2)
     places = [rank_coordinates(rank, 16, parallel) for rank in range(16)]
     assert len(set(places)) == 16
-    assert places[1] == RankCoordinates(dp=0, pp=0, tp=1, cp=0)
+    assert places[1] == RankCoordinates(dp=0, pp=0, tp=1, cp=0, expert_tp=1)
     assert places[2] == RankCoordinates(dp=0, pp=0, tp=0, cp=1)
     assert places[4] == RankCoordinates(dp=1, pp=0, tp=0, cp=0)
     assert places[8] == RankCoordinates(dp=0, pp=1, tp=0, cp=0)

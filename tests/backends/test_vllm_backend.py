@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from megatron_ppo.backends.hf import HFBackend
 from megatron_ppo.backends.vllm import VLLMBackend
 from megatron_ppo.config import Config
-from megatron_ppo.resharding.families import network_shape
+from megatron_ppo.families import network_shape
 from megatron_ppo.resharding.layout import view
 from megatron_ppo.resharding.vllm_layout import vllm_layout
 from megatron_ppo.roles.actor_critic import cut_logits

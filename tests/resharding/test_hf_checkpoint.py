@@ -16,10 +16,11 @@ from torch import Tensor
 from toy_models import make_toy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from megatron_ppo.resharding.families import EMBEDDING, LM_HEAD, SCORE_HEAD, Head, NetworkShape, network_shape
+from megatron_ppo.families import EMBEDDING, LM_HEAD, SCORE_HEAD, Head, NetworkShape, network_shape
 from megatron_ppo.resharding.hf_checkpoint import INDEX_FILE, HFCheckpoint, load_hf_weights, write_hf_checkpoint
 from megatron_ppo.resharding.layout import RankLayout, view
-from megatron_ppo.resharding.megatron_layout import MegatronParallel, megatron_layout
+from megatron_ppo.resharding.megatron_layout import megatron_layout
+from megatron_ppo.resharding.megatron_mesh import MegatronParallel, RankCoordinates
 from megatron_ppo.resharding.vllm_layout import hf_layout, vllm_layout
 
 WEIGHTS = "model.safetensors"
@@ -31,7 +32,7 @@ def empty(layout: RankLayout, dtype: torch.dtype = torch.float32) -> dict[str, T
 
 def megatron_ranks(network: NetworkShape, parallel: MegatronParallel, head: Head = "lm") -> list[RankLayout]:
     ranks = product(range(parallel.pipeline_model_parallel_size), range(parallel.tensor_model_parallel_size))
-    return [megatron_layout(network, parallel, tp_rank=tp, pp_rank=pp, head=head) for pp, tp in ranks]
+    return [megatron_layout(network, parallel, RankCoordinates(0, pp, tp), head=head) for pp, tp in ranks]
 
 
 def collect(ranks: list[tuple[RankLayout, dict[str, Tensor]]], shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
@@ -161,7 +162,7 @@ def test_vocabulary_smaller_than_the_config_says(tmp_path: Path) -> None:
 def test_a_folder_with_other_numbers_than_the_network_is_refused(tmp_path: Path) -> None:
     network = network_shape(make_toy(tmp_path / "actor"))
     other = make_toy(tmp_path / "critic", vocab_size=192)
-    layout = megatron_layout(network, MegatronParallel(), tp_rank=0, pp_rank=0, head="value")
+    layout = megatron_layout(network, MegatronParallel(), RankCoordinates(0, 0, 0), head="value")
     with pytest.raises(ValueError, match=r"embed_tokens.weight is \(192, 64\), but the network to be filled has \(130, 64\)"):
         load_hf_weights(other, layout, empty(layout), head="value", network=network)
 
@@ -308,7 +309,7 @@ def test_b25_critic_from_a_policy_keeps_its_own_head(tmp_path: Path, tied: bool,
 @pytest.mark.parametrize("head", ["value", "score"])
 def test_b25_score_head_of_a_reward_model_is_used_exactly(tmp_path: Path, head: Head) -> None:
     source = make_toy(tmp_path, "qwen2", score_head=True)
-    layout = megatron_layout(network_shape(source), MegatronParallel(), tp_rank=0, pp_rank=0, head=head)
+    layout = megatron_layout(network_shape(source), MegatronParallel(), RankCoordinates(0, 0, 0), head=head)
     parameters = empty(layout)
     assert load_hf_weights(source, layout, parameters, head=head, head_required=True) == ()
     assert torch.equal(parameters["value_head.weight"], load_file(source / WEIGHTS)[SCORE_HEAD])

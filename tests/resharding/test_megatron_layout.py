@@ -11,16 +11,17 @@ from hypothesis import strategies as st
 from layout_support import PADDING, gather, numbered, scatter, tiny
 from torch import Tensor
 
-from megatron_ppo.resharding.families import EMBEDDING, LM_HEAD, SCORE_HEAD, NetworkShape, canonical_tensors
+from megatron_ppo.families import EMBEDDING, LM_HEAD, SCORE_HEAD, NetworkShape, canonical_tensors
 from megatron_ppo.resharding.layout import RankLayout
-from megatron_ppo.resharding.megatron_layout import MegatronParallel, chunk_layers, megatron_layout, padded_vocab_size
+from megatron_ppo.resharding.megatron_layout import megatron_layout, padded_vocab_size
+from megatron_ppo.resharding.megatron_mesh import MegatronParallel, RankCoordinates, stage_layers
 
 QKV = "decoder.layers.0.self_attention.linear_qkv."
 
 
 def all_ranks(network: NetworkShape, parallel: MegatronParallel, head: str = "lm") -> dict[tuple[int, int], RankLayout]:
     ranks = product(range(parallel.pipeline_model_parallel_size), range(parallel.tensor_model_parallel_size))
-    return {(pp, tp): megatron_layout(network, parallel, tp_rank=tp, pp_rank=pp, head=head) for pp, tp in ranks}
+    return {(pp, tp): megatron_layout(network, parallel, RankCoordinates(0, pp, tp, expert_tp=tp), head=head) for pp, tp in ranks}
 
 
 def filled(network: NetworkShape, parallel: MegatronParallel, head: str = "lm") -> dict[tuple[int, int], dict[str, Tensor]]:
@@ -71,7 +72,7 @@ def test_b05_b06_qkv_is_interleaved_by_group_weight_and_bias_alike() -> None:
 
 
 def test_b05_llama_gains_no_bias() -> None:
-    layout = megatron_layout(tiny("llama"), MegatronParallel(), tp_rank=0, pp_rank=0)
+    layout = megatron_layout(tiny("llama"), MegatronParallel(), RankCoordinates(0, 0, 0))
     assert not [name for name in layout.shapes if name.endswith("bias")]
 
 
@@ -123,8 +124,8 @@ def test_b12_local_layer_numbers_are_translated(pp: int, vpp: int | None) -> Non
 
 def test_b12_interleaved_chunks_have_prefixed_names_and_megatrons_order() -> None:
     parallel = MegatronParallel(1, 2, 2)
-    assert [list(chunk_layers(8, parallel, pp, v)) for v in range(2) for pp in range(2)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    first, last = (megatron_layout(tiny(), parallel, tp_rank=0, pp_rank=pp) for pp in range(2))
+    assert stage_layers(8, parallel) == [[range(0, 2), range(4, 6)], [range(2, 4), range(6, 8)]]
+    first, last = (megatron_layout(tiny(), parallel, RankCoordinates(0, pp, 0)) for pp in range(2))
     assert all(name.startswith(("model0.", "model1.")) for name in (*first.shapes, *last.shapes))
     assert "model0.embedding.word_embeddings.weight" in first.shapes
     assert "model1.output_layer.weight" in last.shapes and "model1.decoder.final_layernorm.weight" in last.shapes
@@ -142,30 +143,31 @@ def test_b13_stages_hold_every_layer_once_or_are_refused_with_numbers() -> None:
             chunks = vpp or 1
             if vpp and pp == 1:
                 message = f"virtual_pipeline_model_parallel_size {vpp} needs"
-            elif pp > layers:
-                message = f"pipeline_model_parallel_size {pp} exceeds the model's {layers} layers"
-            elif layers % (pp * chunks):
-                message = f"{layers} layers do not divide by pipeline_model_parallel_size {pp}"
+            elif layers % pp:
+                message = f"{layers} layers are not a multiple of pipeline_model_parallel_size = {pp}"
+            elif layers // pp % chunks:
+                message = f"has {layers // pp} layers, which virtual_pipeline_model_parallel_size {chunks} does not divide"
             else:
                 message = None
             if message:
                 with pytest.raises(ValueError, match=message):
-                    megatron_layout(network, parallel, tp_rank=0, pp_rank=0)
+                    megatron_layout(network, parallel, RankCoordinates(0, 0, 0))
                 continue
-            order = [layer for v in range(chunks) for stage in range(pp) for layer in chunk_layers(layers, parallel, stage, v)]
+            stages = stage_layers(layers, parallel)
+            order = [layer for v in range(chunks) for stage in range(pp) for layer in stages[stage][v]]
             assert order == list(range(layers))
 
 
 def test_b15_head_dim_is_not_derived() -> None:
     network = tiny(hidden_size=1024, num_attention_heads=16, num_key_value_heads=8, head_dim=128, num_layers=1, vocab_size=8)
-    layout = megatron_layout(network, MegatronParallel(), tp_rank=0, pp_rank=0)
+    layout = megatron_layout(network, MegatronParallel(), RankCoordinates(0, 0, 0))
     assert layout.shapes[QKV + "weight"] == (4096, 1024)
     assert layout.shapes["decoder.layers.0.self_attention.linear_proj.weight"] == (1024, 2048)
 
 
 def test_transformer_engine_spec_fuses_the_norms() -> None:
-    plain = megatron_layout(tiny("qwen3"), MegatronParallel(), tp_rank=0, pp_rank=0)
-    fused = megatron_layout(tiny("qwen3"), MegatronParallel(), tp_rank=0, pp_rank=0, transformer_engine_names=True)
+    plain = megatron_layout(tiny("qwen3"), MegatronParallel(), RankCoordinates(0, 0, 0))
+    fused = megatron_layout(tiny("qwen3"), MegatronParallel(), RankCoordinates(0, 0, 0), transformer_engine_names=True)
     renamed = {
         name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight").replace(
             ".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight"
@@ -190,10 +192,10 @@ def test_heads_stand_on_the_last_stage(head: str, output: int, value: int, tied:
 @pytest.mark.parametrize(
     ("network", "parallel", "message"),
     [
-        (tiny(num_attention_heads=6, num_key_value_heads=3), MegatronParallel(2), "3 key/value heads.*size 2"),
-        (tiny(), MegatronParallel(3), "4 attention heads.*size 3"),
-        (tiny(intermediate_size=26), MegatronParallel(4), "intermediate_size 26.*size 4"),
-        (tiny(num_key_value_heads=1, head_dim=3), MegatronParallel(4), "18 rows of linear_qkv.*size 4"),
+        (tiny(num_attention_heads=6, num_key_value_heads=3), MegatronParallel(2), "3 key/value heads.*size = 2"),
+        (tiny(), MegatronParallel(3), "4 attention heads.*size = 3"),
+        (tiny(intermediate_size=26), MegatronParallel(4), "intermediate_size 26.*size = 4"),
+        (tiny(num_key_value_heads=1, head_dim=3), MegatronParallel(4), "18 rows of linear_qkv.*size = 4"),
         (tiny(), MegatronParallel(0), "at least 1"),
     ],
 )
@@ -201,12 +203,12 @@ def test_b03_sizes_that_do_not_divide_are_refused_with_both_numbers(
     network: NetworkShape, parallel: MegatronParallel, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        megatron_layout(network, parallel, tp_rank=0, pp_rank=0)
+        megatron_layout(network, parallel, RankCoordinates(0, 0, 0))
 
 
 def test_rank_outside_the_mesh_is_refused() -> None:
     with pytest.raises(ValueError, match="no rank"):
-        megatron_layout(tiny(), MegatronParallel(2), tp_rank=2, pp_rank=0)
+        megatron_layout(tiny(), MegatronParallel(2), RankCoordinates(0, 0, 2))
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
@@ -249,7 +251,7 @@ def test_every_element_has_one_place_and_comes_back(
         vocab_size=vocab_size,
     )
     assume((network.query_size + 2 * network.kv_size) % tp == 0)
-    parallel = MegatronParallel(tp, *stages, divisible_by)
+    parallel = MegatronParallel(tp, *stages, make_vocab_size_divisible_by=divisible_by)
     expected = canonical_tensors(network, head)
     tensors = numbered(expected)
     layouts = all_ranks(network, parallel, head)

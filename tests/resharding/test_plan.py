@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_ppo.resharding.families import NetworkShape, canonical_tensors, network_shape
+from megatron_ppo.families import NetworkShape, canonical_tensors, network_shape
 from megatron_ppo.resharding.layout import Block, Ranges, RankLayout, view
-from megatron_ppo.resharding.megatron_layout import MegatronParallel, megatron_layout
+from megatron_ppo.resharding.megatron_layout import megatron_layout
+from megatron_ppo.resharding.megatron_mesh import MegatronParallel, RankCoordinates
 from megatron_ppo.resharding.plan import ReshardPlan, build_plan, intersect, subtract, volume
 from megatron_ppo.resharding.vllm_layout import vllm_layout
 
@@ -104,7 +105,7 @@ def test_real_layouts_equal_slicing(family: str, tp: int, pp: int, vpp: int | No
     """megatron_layout -> vllm_layout, 128-row against 64-row vocabulary padding, shares of the vocabulary that are all padding included."""
     network = network_shape(json.loads(json.dumps(REAL[family])))
     parallel = MegatronParallel(tp, pp, vpp)
-    sources = {p * tp + r: megatron_layout(network, parallel, tp_rank=r, pp_rank=p) for p in range(pp) for r in range(tp)}
+    sources = {p * tp + r: megatron_layout(network, parallel, RankCoordinates(0, p, r)) for p in range(pp) for r in range(tp)}
     engines = [vllm_layout(network, tensor_parallel_size=rollout_tp, tp_rank=r) for r in range(rollout_tp)]
     destinations = {100 + i: engines[i % rollout_tp] for i in range(2 * rollout_tp)}
     check_real(network, sources, destinations)
@@ -171,7 +172,7 @@ def test_real_layouts_of_all_meshes_equal_slicing(name: str) -> None:
             continue
         network = network_shape(config | {"num_hidden_layers": max(2, pp * (vpp or 1)), "architectures": [architecture]})
         parallel = MegatronParallel(tp, pp, vpp, make_vocab_size_divisible_by=4)
-        sources = {p * tp + r: megatron_layout(network, parallel, tp_rank=r, pp_rank=p) for p in range(pp) for r in range(tp)}
+        sources = {p * tp + r: megatron_layout(network, parallel, RankCoordinates(0, p, r)) for p in range(pp) for r in range(tp)}
         engines = [vllm_layout(network, tensor_parallel_size=rollout_tp, tp_rank=r) for r in range(rollout_tp)]
         check_real(network, sources, {len(sources) + n: engines[n % rollout_tp] for n in range(rollout_tp * replicas)})
         met.add((i, j))

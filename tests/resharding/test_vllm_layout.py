@@ -9,8 +9,9 @@ import torch
 from layout_support import PADDING, gather, numbered, scatter, tiny
 from torch import Tensor
 
-from megatron_ppo.resharding.families import EMBEDDING, LM_HEAD, NetworkShape, canonical_tensors
-from megatron_ppo.resharding.megatron_layout import MegatronParallel, megatron_layout
+from megatron_ppo.families import EMBEDDING, LM_HEAD, NetworkShape, canonical_tensors
+from megatron_ppo.resharding.megatron_layout import megatron_layout
+from megatron_ppo.resharding.megatron_mesh import MegatronParallel, RankCoordinates
 from megatron_ppo.resharding.vllm_layout import hf_layout, vllm_layout
 
 QKV = "model.layers.0.self_attn.qkv_proj."
@@ -34,7 +35,7 @@ def test_b03_kv_heads_are_replicated_where_ranks_outnumber_them() -> None:
 def test_b03_training_shards_hold_what_each_rollout_rank_wants() -> None:
     network = tiny()
     tensors = numbered(canonical_tensors(network))
-    sources = [megatron_layout(network, MegatronParallel(2), tp_rank=rank, pp_rank=0) for rank in range(2)]
+    sources = [megatron_layout(network, MegatronParallel(2), RankCoordinates(0, 0, rank)) for rank in range(2)]
     full = gather([(layout, scatter(layout, tensors)) for layout in sources], canonical_tensors(network))
     for rank, params in enumerate(filled(network, 4)):
         wanted = scatter(vllm_layout(network, tensor_parallel_size=4, tp_rank=rank), full)
@@ -106,10 +107,10 @@ def test_hf_layout_is_the_identity() -> None:
 @pytest.mark.parametrize(
     ("network", "tp", "message"),
     [
-        (tiny(num_attention_heads=6, num_key_value_heads=3), 2, "3 key/value heads.*size 2"),
-        (tiny(), 3, "4 attention heads.*size 3"),
-        (tiny(intermediate_size=26), 4, "intermediate_size 26.*size 4"),
-        (tiny(num_attention_heads=6, num_key_value_heads=6, vocab_size=60), 3, "60, padded to 64 rows.*size 3"),
+        (tiny(num_attention_heads=6, num_key_value_heads=3), 2, "3 key/value heads.*size = 2"),
+        (tiny(), 3, "4 attention heads.*size = 3"),
+        (tiny(intermediate_size=26), 4, "intermediate_size 26.*size = 4"),
+        (tiny(num_attention_heads=6, num_key_value_heads=6, vocab_size=60), 3, "60, padded to 64 rows.*size = 3"),
         (tiny(), 0, "at least 1"),
     ],
 )

@@ -1,8 +1,8 @@
 """Which tensors a Hugging Face checkpoint of each model family holds: names, shapes, and what the network looks like.
 
 Everything that moves weights (megatron and vLLM layouts, loading, export, planning) starts from ``NetworkShape`` and the list of
-canonical tensors built here from ``config.json`` alone. Dense Llama, Mistral, Qwen2 and Qwen3; mixtures of experts, quantised
-checkpoints and variants with other tensors are refused by name. No tensor is read here: ``hf_checkpoint.py`` does that.
+canonical tensors built here from ``config.json`` alone. A family is one entry of ``FAMILIES``. Quantised checkpoints and variants with
+other tensors are refused by name. No tensor is read here: ``hf_checkpoint.py`` does that.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -30,9 +30,29 @@ WRAPPER_SEGMENTS = frozenset({"module", "_fsdp_wrapped_module", "_orig_mod", "_c
 
 
 @dataclass(frozen=True)
+class ExpertSpec:
+    """How a family whose layers all hold a mixture of experts names and sizes it."""
+
+    block: str
+    """Name of the block within a layer."""
+    gate: str
+    up: str
+    down: str
+    """Names of an expert's three matrices; gate is the one that goes through the activation."""
+    width_key: str
+    """Config key of an expert's width."""
+    always_renormalised: bool
+    """Weights of the chosen experts are made to sum to 1, whatever the config says; otherwise ``norm_topk_prob`` decides."""
+
+
+@dataclass(frozen=True)
 class FamilySpec:
     """How one ``model_type`` differs from the common decoder layer."""
 
+    classifier: str
+    """transformers' class that holds a ``score`` head."""
+    experts: ExpertSpec | None = None
+    """None: a dense family."""
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
     default_head_dim: int | None = None
@@ -41,16 +61,33 @@ class FamilySpec:
     """Config key that must be true for ``sliding_window`` to have effect."""
     default_sliding_window: int | None = None
     """Window that transformers assumes where config.json has no ``sliding_window`` key."""
+    default_rms_norm_eps: float = 1e-6
+    default_rope_theta: float = 10000.0
+    """What transformers assumes where config.json does not say."""
 
 
 FAMILIES: dict[str, FamilySpec] = {
-    "llama": FamilySpec(),
-    "mistral": FamilySpec(default_sliding_window=4096),
-    "qwen2": FamilySpec(has_qkv_bias=True, sliding_window_switch="use_sliding_window"),
-    "qwen3": FamilySpec(has_qk_norm=True, default_head_dim=128, sliding_window_switch="use_sliding_window"),
+    "llama": FamilySpec("LlamaForSequenceClassification"),
+    "mistral": FamilySpec("MistralForSequenceClassification", default_sliding_window=4096),
+    "qwen2": FamilySpec("Qwen2ForSequenceClassification", has_qkv_bias=True, sliding_window_switch="use_sliding_window"),
+    "qwen3": FamilySpec(
+        "Qwen3ForSequenceClassification", has_qk_norm=True, default_head_dim=128, sliding_window_switch="use_sliding_window"
+    ),
+    "mixtral": FamilySpec(
+        "MixtralForSequenceClassification",
+        experts=ExpertSpec("block_sparse_moe", "w1", "w3", "w2", width_key="intermediate_size", always_renormalised=True),
+        default_rms_norm_eps=1e-5,
+        default_rope_theta=1e6,
+    ),
+    "qwen3_moe": FamilySpec(
+        "Qwen3MoeForSequenceClassification",
+        experts=ExpertSpec("mlp", "gate_proj", "up_proj", "down_proj", width_key="moe_intermediate_size", always_renormalised=False),
+        has_qk_norm=True,
+        sliding_window_switch="use_sliding_window",
+    ),
 }
 
-LAYER_TENSORS: tuple[tuple[str, tuple[str, ...], str | None], ...] = (
+ATTENTION_TENSORS: tuple[tuple[str, tuple[str, ...], str | None], ...] = (
     ("input_layernorm.weight", ("hidden_size",), None),
     ("self_attn.q_proj.weight", ("query_size", "hidden_size"), None),
     ("self_attn.k_proj.weight", ("kv_size", "hidden_size"), None),
@@ -62,9 +99,6 @@ LAYER_TENSORS: tuple[tuple[str, tuple[str, ...], str | None], ...] = (
     ("self_attn.k_norm.weight", ("head_dim",), "has_qk_norm"),
     ("self_attn.o_proj.weight", ("hidden_size", "query_size"), None),
     ("post_attention_layernorm.weight", ("hidden_size",), None),
-    ("mlp.gate_proj.weight", ("intermediate_size", "hidden_size"), None),
-    ("mlp.up_proj.weight", ("intermediate_size", "hidden_size"), None),
-    ("mlp.down_proj.weight", ("hidden_size", "intermediate_size"), None),
 )
 """(name within the layer, shape as attributes of ``NetworkShape``, attribute that must be true for the tensor to exist)."""
 
@@ -79,7 +113,7 @@ class CanonicalTensor:
 
 @dataclass(frozen=True)
 class NetworkShape:
-    """A dense decoder: all that layouts, loaders and planners need to know of ``config.json``."""
+    """A decoder: all that layouts, loaders and planners need to know of ``config.json``."""
 
     family: str
     num_layers: int
@@ -88,12 +122,19 @@ class NetworkShape:
     num_key_value_heads: int
     head_dim: int
     intermediate_size: int
+    """Width of the dense MLP, or of one expert."""
     vocab_size: int
     """Rows of the embedding in the checkpoint; may exceed the tokenizer's ids. The checkpoint's number is the right one."""
     tied: bool
     """The language-model head is the embedding; the checkpoint holds no ``lm_head.weight``."""
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
+    num_experts: int = 0
+    """Experts of each layer; 0: a dense MLP."""
+    num_experts_per_tok: int = 0
+    """Experts that a token goes through."""
+    norm_topk_prob: bool = False
+    """The weights of a token's experts are made to sum to 1."""
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 2048
     rope_theta: float = 10000.0
@@ -106,6 +147,11 @@ class NetworkShape:
     def query_size(self) -> int:
         """Rows of ``q_proj``: heads * head_dim, which need not be ``hidden_size``."""
         return self.num_attention_heads * self.head_dim
+
+    @property
+    def experts(self) -> ExpertSpec | None:
+        """Names of the mixture of experts; None: dense."""
+        return FAMILIES[self.family].experts
 
     @property
     def kv_size(self) -> int:
@@ -122,7 +168,7 @@ def network_shape(source: PretrainedConfig | Mapping[str, object] | Path | str) 
     family = _supported_family(config)
     spec = FAMILIES[family]
     heads = _integer(config, "num_attention_heads")
-    theta, scaling = _rope(config)
+    theta, scaling = _rope(config, spec)
     kv_heads = config.get("num_key_value_heads")
     if kv_heads is None and family != "llama":  # transformers' other defaults are one released model's numbers, no rule
         raise ValueError(f"config.json of family {family} lacks num_key_value_heads; write the model's number into it")
@@ -133,16 +179,17 @@ def network_shape(source: PretrainedConfig | Mapping[str, object] | Path | str) 
         num_attention_heads=heads,
         num_key_value_heads=heads if kv_heads is None else _integer(config, "num_key_value_heads"),
         head_dim=_head_dim(config, spec),
-        intermediate_size=_integer(config, "intermediate_size"),
+        intermediate_size=_integer(config, "intermediate_size" if spec.experts is None else spec.experts.width_key),
         vocab_size=_integer(config, "vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
         has_qkv_bias=spec.has_qkv_bias,
         has_qk_norm=spec.has_qk_norm,
-        rms_norm_eps=float(str(config.get("rms_norm_eps", 1e-6))),
+        rms_norm_eps=float(str(config.get("rms_norm_eps", spec.default_rms_norm_eps))),
         max_position_embeddings=_integer(config, "max_position_embeddings"),
         rope_theta=theta,
         rope_scaling=scaling,
         sliding_window=_sliding_window(config, spec),
+        **_experts(config, spec),
     )
     if network.num_attention_heads % network.num_key_value_heads:
         raise ValueError(
@@ -166,10 +213,25 @@ def canonical_tensors(network: NetworkShape, head: Head = "lm") -> list[Canonica
 
 def layer_tensors(network: NetworkShape) -> list[tuple[str, tuple[int, ...]]]:
     """(name within the layer, shape) of one decoder layer; all layers are alike."""
-    return [
+    found: list[tuple[str, tuple[int, ...]]] = [
         (name, tuple(getattr(network, size) for size in shape))
-        for name, shape, condition in LAYER_TENSORS
+        for name, shape, condition in ATTENTION_TENSORS
         if condition is None or getattr(network, condition)
+    ]
+    hidden, width, experts = network.hidden_size, network.intermediate_size, network.experts
+    if experts is None:
+        return [*found, *_swiglu("mlp.", "gate_proj", "up_proj", "down_proj", hidden, width)]
+    found.append((f"{experts.block}.gate.weight", (network.num_experts, hidden)))
+    for number in range(network.num_experts):
+        found += _swiglu(f"{experts.block}.experts.{number}.", experts.gate, experts.up, experts.down, hidden, width)
+    return found
+
+
+def _swiglu(prefix: str, gate: str, up: str, down: str, hidden: int, width: int) -> list[tuple[str, tuple[int, ...]]]:
+    return [
+        (f"{prefix}{gate}.weight", (width, hidden)),
+        (f"{prefix}{up}.weight", (width, hidden)),
+        (f"{prefix}{down}.weight", (hidden, width)),
     ]
 
 
@@ -241,11 +303,11 @@ def read_json(path: Path) -> dict[str, object]:
 def _supported_family(config: Mapping[str, object]) -> str:
     family = str(config.get("model_type"))
     known = ", ".join(sorted(FAMILIES))
-    experts = [key for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)]
-    if experts or "moe" in family or family == "mixtral":
-        raise ValueError(f"model_type {family!r} is a mixture of experts, which is not supported yet; dense families: {known}")
     if family not in FAMILIES:
         raise ValueError(f"model_type {family!r} is not supported; supported: {known}")
+    experts = [key for key in EXPERT_KEYS if config.get(key)]
+    if experts and FAMILIES[family].experts is None:
+        raise ValueError(f"model_type {family!r} is a dense family, but its config.json has {experts[0]} = {config[experts[0]]!r}")
     if config.get("quantization_config"):
         raise ValueError(f"this {family} checkpoint is quantised; save it dequantised and without quantization_config first")
     for key in ("attention_bias", "mlp_bias"):
@@ -255,6 +317,34 @@ def _supported_family(config: Mapping[str, object]) -> str:
     if activation != "silu":
         raise ValueError(f"hidden_act {activation!r} is not supported for family {family}; only silu (SwiGLU) is")
     return family
+
+
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Config keys under which families, and versions of transformers, write the number of experts."""
+
+
+class _Experts(TypedDict, total=False):
+    num_experts: int
+    num_experts_per_tok: int
+    norm_topk_prob: bool
+
+
+def _experts(config: Mapping[str, object], spec: FamilySpec) -> _Experts:
+    if spec.experts is None:
+        return {}
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        raise ValueError(
+            f"mlp_only_layers = {config.get('mlp_only_layers')!r} and decoder_sparse_step = {config.get('decoder_sparse_step')!r}: "
+            "models with experts in some layers only are not supported"
+        )
+    key = next((key for key in EXPERT_KEYS if config.get(key) is not None), None)
+    if key is None:
+        raise ValueError(f"config.json of a mixture of experts needs their number, under one of {', '.join(EXPERT_KEYS)}")
+    count, chosen = _integer(config, key), _integer(config, "num_experts_per_tok")
+    if chosen > count:
+        raise ValueError(f"num_experts_per_tok {chosen} exceeds {key} {count}; check config.json")
+    renormalised = spec.experts.always_renormalised or bool(config.get("norm_topk_prob", False))
+    return {"num_experts": count, "num_experts_per_tok": chosen, "norm_topk_prob": renormalised}
 
 
 def _integer(config: Mapping[str, object], key: str) -> int:
@@ -275,13 +365,13 @@ def _head_dim(config: Mapping[str, object], spec: FamilySpec) -> int:
     return hidden // heads
 
 
-def _rope(config: Mapping[str, object]) -> tuple[float, tuple[tuple[str, float | int | str], ...]]:
+def _rope(config: Mapping[str, object], spec: FamilySpec) -> tuple[float, tuple[tuple[str, float | int | str], ...]]:
     """(theta, scaling), from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before)."""
     block = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(block, Mapping):
         raise ValueError(f"the rope block of config.json is {block!r}, not an object")
     entries = dict(block)
-    theta = entries.pop("rope_theta", config.get("rope_theta", 10000.0))
+    theta = entries.pop("rope_theta", config.get("rope_theta", spec.default_rope_theta))
     old_type = entries.pop("type", None)
     rope_type = entries.setdefault("rope_type", old_type or "default")
     if rope_type == "default":

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from toy_models import CLASSES, make_toy
 from transformers import AutoConfig, LlamaConfig
 
-from megatron_ppo.resharding.families import (
+from megatron_ppo.families import (
     FAMILIES,
     canonical_name,
     canonical_names,
@@ -64,7 +64,12 @@ def test_an_absent_key_means_what_transformers_takes_it_for_or_is_refused(tmp_pa
         assert network == network_shape(AutoConfig.from_pretrained(tmp_path)), key
     sizes = {"hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers", "vocab_size"}
     assert all(key in message for key, message in refused.items())
-    assert refused.keys() == sizes | ({"num_key_value_heads"} if family != "llama" else set())
+    wanted = sizes | ({"num_key_value_heads"} if family != "llama" else set())
+    if family in ("mixtral", "qwen3_moe"):
+        wanted |= {"num_local_experts", "num_experts_per_tok"}
+    if family == "qwen3_moe":  # the width of its dense layers, of which it has none
+        wanted = wanted - {"intermediate_size"} | {"moe_intermediate_size"}
+    assert refused.keys() == wanted
 
 
 def test_b05_llama_gains_no_bias_and_qwen2_none_on_o_proj() -> None:
@@ -141,10 +146,12 @@ def test_sliding_window_counts_only_where_it_is_switched_on() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "qwen3_moe"}, "qwen3_moe.*mixture of experts"),
-        ({"model_type": "mixtral"}, "mixtral.*mixture of experts"),
-        ({"num_local_experts": 8}, "mixture of experts"),
-        ({"model_type": "gpt2"}, "gpt2.*supported: llama, mistral, qwen2, qwen3"),
+        ({"model_type": "mixtral"}, "mixture of experts needs their number"),
+        ({"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok 3 exceeds num_local_experts 2"),
+        ({"model_type": "qwen3_moe", "moe_intermediate_size": 8, "mlp_only_layers": [0]}, "in some layers only"),
+        ({"model_type": "qwen3_moe", "moe_intermediate_size": 8, "decoder_sparse_step": 2}, "in some layers only"),
+        ({"num_local_experts": 8}, "'llama' is a dense family"),
+        ({"model_type": "gpt2"}, "gpt2.*supported: llama, mistral, mixtral, qwen2, qwen3, qwen3_moe"),
         ({"model_type": None}, "None"),
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
