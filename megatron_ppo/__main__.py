@@ -1,12 +1,18 @@
-"""The command line: ``python -m megatron_ppo COMMAND``, under torchrun or srun for ``train``."""
+"""The command line: ``python -m megatron_ppo COMMAND``. ``train`` runs on all ranks, under torchrun or srun."""
 
 from __future__ import annotations
 
 import difflib
+import importlib
 import sys
 from collections.abc import Sequence
 
-COMMANDS = {"train": "train a policy; start it on all ranks with torchrun or srun"}
+COMMANDS = {
+    "train": ("megatron_ppo.run", "train a policy; start it on all ranks with torchrun or srun"),
+    "verify": ("megatron_ppo.verify", "prove that weights reach vLLM bit for bit, on the meshes of a configuration"),
+    "plan": ("megatron_ppo.refit_report", "show what a launch would do, without running it: --refit, the weight traffic"),
+}
+"""Name -> (module whose ``main(arguments) -> exit code`` runs it, one line of help). Modules are imported when they are asked for."""
 
 HELP = """usage: python -m megatron_ppo COMMAND [--config FILE] [flags]
 
@@ -22,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(HELP.format(commands="\n".join(f"  {name:<8} {text}" for name, text in COMMANDS.items())))
+        print(HELP.format(commands="\n".join(f"  {name:<8} {text}" for name, (_, text) in COMMANDS.items())))
         return 0 if arguments else 2
     command, *rest = arguments
     if command not in COMMANDS:
@@ -30,13 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = f"; did you mean {near[0]}?" if near else f"; there is: {', '.join(COMMANDS)}"
         print(f"megatron_ppo: unknown command {command!r}{hint}", file=sys.stderr)
         return 2
-    from megatron_ppo.config_io import parse_arguments  # after the cheap checks: a typo should not wait for imports
-
-    config = parse_arguments(rest, program=f"megatron_ppo {command}")
-    from megatron_ppo.run import train
-
-    train(config)
-    return 0
+    module, _ = COMMANDS[command]
+    return int(importlib.import_module(module).main(rest))
 
 
 if __name__ == "__main__":

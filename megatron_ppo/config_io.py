@@ -16,30 +16,43 @@ import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tyro
 import yaml
 
 from megatron_ppo.config import SECTION_OF, Config
 
+Options = TypeVar("Options")
+
 SECTIONS: dict[str, type] = {f.name: type(f.default) for f in dataclasses.fields(Config)}
 
 
 def parse_arguments(arguments: Sequence[str], *, program: str) -> Config:
     """The configuration of a command line. Exits with code 2 and a message on standard error where it is not valid."""
+    return parse_command(arguments, None, program=program)[1]
+
+
+def parse_command(arguments: Sequence[str], options: Options, *, program: str) -> tuple[Options, Config]:
+    """A command's own options and the configuration, out of one flat command line. Exits as ``parse_arguments`` does.
+
+    ``options``: a dataclass instance with the options' defaults, its fields named unlike every field of the configuration; None: none.
+    """
     rest, config_file = _take_config_file(list(arguments), program)
     try:
         base = read_yaml(config_file) if config_file is not None else Config()
     except (ValueError, OSError) as error:
         raise SystemExit(f"{program}: {error}") from None
-    return tyro.cli(
-        tyro.conf.OmitArgPrefixes[Config],
-        default=base,
+    own: dict[str, Any] = {} if options is None else {"command": options}
+    parts = own | {name: getattr(base, name) for name in SECTIONS}
+    line = dataclasses.make_dataclass("CommandLine", [(name, type(part), part) for name, part in parts.items()], frozen=True)
+    found = tyro.cli(
+        tyro.conf.OmitArgPrefixes[line],  # type: ignore[misc]
         args=rest,
         prog=program,
         description="Flags stand above the YAML file given by --config FILE, which stands above the defaults shown here.",
     )
+    return getattr(found, "command", options), Config(**{name: getattr(found, name) for name in SECTIONS})
 
 
 def _take_config_file(arguments: list[str], program: str) -> tuple[list[str], Path | None]:

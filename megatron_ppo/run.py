@@ -21,6 +21,7 @@ from megatron_ppo import device
 from megatron_ppo.backends.base import InferenceBackend
 from megatron_ppo.bridge import Bridge
 from megatron_ppo.config import Config, DataConfig
+from megatron_ppo.config_io import parse_arguments
 from megatron_ppo.controller import RolloutController, RunContext, Stopped, TrainingController
 from megatron_ppo.data_bus import DataBus
 from megatron_ppo.families import network_shape
@@ -36,6 +37,12 @@ from megatron_ppo.training_engine import TrainingEngine
 from megatron_ppo.watchdog import InputError, Watchdog
 from megatron_ppo.weight_synchronizer import WeightSynchronizer, refit_plan, transfer_dtype
 from megatron_ppo.world import World, close_world, init_world
+
+
+def main(arguments: Sequence[str]) -> int:
+    """``python -m megatron_ppo train``."""
+    train(parse_arguments(arguments, program="megatron_ppo train"))
+    return 0
 
 
 def train(config: Config) -> None:
