@@ -47,7 +47,7 @@ def parse_command(arguments: Sequence[str], options: Options, *, program: str) -
     parts = own | {name: getattr(base, name) for name in SECTIONS}
     line = dataclasses.make_dataclass("CommandLine", [(name, type(part), part) for name, part in parts.items()], frozen=True)
     found = tyro.cli(
-        tyro.conf.OmitArgPrefixes[line],  # type: ignore[misc]
+        tyro.conf.OmitArgPrefixes[line],  # type: ignore[misc, valid-type]
         args=rest,
         prog=program,
         description="Flags stand above the YAML file given by --config FILE, which stands above the defaults shown here.",
