@@ -56,6 +56,8 @@ class ParallelConfig:
     """Model chunks a pipeline stage holds (interleaved schedule). Default: one, the plain 1F1B schedule."""
     context_parallel_size: int = 1
     """Training ranks that share each sequence."""
+    expert_model_parallel_size: int = 1
+    """Training ranks that share the experts of a mixture-of-experts model; each holds experts / this of them."""
     sequence_parallel: bool = False
     """Split norms and residuals of a tensor-parallel group along the sequence."""
     use_distributed_optimizer: bool = True
@@ -66,6 +68,8 @@ class ParallelConfig:
     """Ranks at the end of the launch that sample. The ranks before them train; data parallelism takes what is left."""
     rollout_tensor_parallel_size: int = 1
     """Ranks of one vLLM replica. rollout_world_size / this = number of replicas."""
+    rollout_expert_parallel: bool = False
+    """Give each rank of a vLLM replica whole experts (mixture-of-experts models only) instead of a slice of every expert."""
     distributed_timeout_minutes: int = 30
     """Time limit of a collective. Lost ranks are noticed by the heartbeat long before."""
     heartbeat_timeout_s: float = 6.0
@@ -150,10 +154,8 @@ class AlgorithmConfig:
     """token_mean: sum over tokens / tokens of the global mini-batch. sequence_mean, sequence_sum: each response's mean or sum, averaged."""
     kl_coef: float = 0.0
     """Weight of the per-token KL penalty against the reference in the reward (k1). 0 here and in kl_loss_coef: no reference model."""
-    kl_controller: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive: move kl_coef so that the measured KL meets kl_target (arXiv:1909.08593)."""
-    kl_target: float = 6.0
-    """Target KL per response of the adaptive controller, in nats."""
+    kl_target: float | None = None
+    """Nats per response; set: an adaptive controller moves kl_coef to meet it (arXiv:1909.08593). None: kl_coef stays as it is."""
     kl_horizon: int = 10000
     """Responses over which the adaptive controller corrects."""
     kl_loss_coef: float = 0.0
@@ -236,10 +238,8 @@ class LoggingConfig:
     """Compare the checksum of every parameter after each weight sync. Version 0 is always compared."""
     save_hf: bool = False
     """Write the trained actor to RUN_DIR/hf in Hugging Face format at the end."""
-    wandb_mode: Literal["off", "offline", "online"] = "off"
-    """Weights & Biases: one run, written by rank 0."""
-    wandb_project: str = "megatron_ppo"
-    """Weights & Biases project."""
+    wandb_project: str | None = None
+    """Weights & Biases project; set: rank 0 logs one run there, online or offline by wandb's own WANDB_MODE variable. None: off."""
     tensorboard: bool = False
     """Write TensorBoard events to the run folder."""
 

@@ -35,6 +35,7 @@ def _ranges(config: Config) -> Iterator[str]:
         "tensor_model_parallel_size": p.tensor_model_parallel_size,
         "pipeline_model_parallel_size": p.pipeline_model_parallel_size,
         "context_parallel_size": p.context_parallel_size,
+        "expert_model_parallel_size": p.expert_model_parallel_size,
         "rollout_tensor_parallel_size": p.rollout_tensor_parallel_size,
         "bucket_bytes": p.bucket_bytes,
         "distributed_timeout_minutes": p.distributed_timeout_minutes,
@@ -203,8 +204,8 @@ def _algorithm(config: Config) -> Iterator[str]:
         )
     if config.optimizer.optimizer == "sgd" and config.parallel.use_distributed_optimizer:
         yield "optimizer = sgd cannot be sharded by megatron-core; set use_distributed_optimizer to false"
-    if a.kl_controller == "adaptive" and a.kl_coef == 0:
-        yield "kl_controller = adaptive scales kl_coef, which is 0; set kl_coef above 0"
+    if a.kl_target is not None and a.kl_coef == 0:
+        yield "kl_target is set, but kl_coef is 0: the adaptive controller scales it; set kl_coef above 0, or leave kl_target out"
     if config.data.reward is None and m.reward_model_path is None:
         yield "there is no reward: set reward (exact_match, math, token_accuracy, length, format or module:function) or reward_model_path"
 

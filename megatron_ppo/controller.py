@@ -118,8 +118,7 @@ class TrainingController(Controller):
         self._rollout = RemoteRollout(context.world)
         self._answers = {prompt.prompt_id: prompt.answer for prompt in context.prompts.prompts}
         algorithm = context.config.algorithm
-        target = algorithm.kl_target if algorithm.kl_controller == "adaptive" else None
-        self._kl = KLController(algorithm.kl_coef, target, algorithm.kl_horizon)
+        self._kl = KLController(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
 
     def _iterate(self, iteration: int) -> None:
         context, engine, watch = self.context, self._engine, Stopwatch()

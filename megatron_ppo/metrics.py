@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal, Protocol
+from typing import IO, Any, Protocol
 
 from rich.console import Console
 from rich.markup import escape
@@ -165,14 +165,14 @@ class WandbSink:
     def __init__(self, config: Config, folder: Path) -> None:
         import wandb  # an optional extra
 
-        mode: Literal["online", "offline"] = "online" if config.logging.wandb_mode == "online" else "offline"
-        if mode == "online" and not os.environ.get("WANDB_API_KEY") and wandb.api.api_key is None:
-            raise RuntimeError("wandb_mode = online needs a key: run `wandb login`, or set WANDB_API_KEY, or use offline")
+        online = wandb.setup().settings.mode not in ("offline", "dryrun", "disabled")
+        # On a terminal wandb would ask for the key, and the launch would wait for the answer.
+        if online and not os.environ.get("WANDB_API_KEY") and wandb.api.api_key is None:
+            raise RuntimeError("W&B needs a key: run `wandb login`, or set WANDB_API_KEY, or set WANDB_MODE=offline")
         self._run = wandb.init(
             project=config.logging.wandb_project,
             name=folder.name,
             dir=str(folder),
-            mode=mode,
             config=dataclasses.asdict(config),
             settings=wandb.Settings(console="off", silent=True),
         )
@@ -207,7 +207,7 @@ class TensorboardSink:
 
 def _open_sinks(config: Config, folder: Path) -> list[Sink]:
     wanted: list[tuple[str, Callable[[Config, Path], Sink]]] = []
-    if config.logging.wandb_mode != "off":
+    if config.logging.wandb_project is not None:
         wanted.append(("wandb", WandbSink))
     if config.logging.tensorboard:
         wanted.append(("tensorboard", TensorboardSink))

@@ -19,16 +19,16 @@ FIELDS = set(
     """
     model_path tokenizer_path critic critic_path reward_model_path params_dtype transformer_impl make_vocab_size_divisible_by
     recompute_granularity transformer_overrides trust_remote_code tensor_model_parallel_size pipeline_model_parallel_size
-    virtual_pipeline_model_parallel_size context_parallel_size sequence_parallel use_distributed_optimizer overlap_grad_reduce
-    rollout_world_size rollout_tensor_parallel_size distributed_timeout_minutes heartbeat_timeout_s bucket_bytes optimizer lr
-    critic_lr min_lr lr_decay_style lr_warmup_steps weight_decay adam_beta1 adam_beta2 adam_eps clip_grad train_iters
-    global_batch_size micro_batch_size max_tokens_per_micro_batch ppo_epochs seed advantage_estimator gamma gae_lambda
-    whiten_advantages bootstrap_truncated clip_ratio_low clip_ratio_high dual_clip_ratio value_clip value_loss_coef entropy_coef
-    loss_aggregation kl_coef kl_controller kl_target kl_horizon kl_loss_coef kl_loss_type importance_weight_cap rollout_backend
-    prompts_per_iteration samples_per_prompt max_prompt_length max_response_length max_model_len prompt_overflow temperature
-    top_p top_k stop_token_ids rollout_dtype gpu_memory_utilization kv_cache_gib enforce_eager prompt_data prompt_key answer_key
-    chat_template add_bos strict_data reward reward_timeout_s reward_num_workers run_dir num_logged_samples verify_weights
-    save_hf wandb_mode wandb_project tensorboard
+    virtual_pipeline_model_parallel_size context_parallel_size expert_model_parallel_size sequence_parallel
+    use_distributed_optimizer overlap_grad_reduce rollout_world_size rollout_tensor_parallel_size rollout_expert_parallel
+    distributed_timeout_minutes heartbeat_timeout_s bucket_bytes optimizer lr critic_lr min_lr lr_decay_style lr_warmup_steps
+    weight_decay adam_beta1 adam_beta2 adam_eps clip_grad train_iters global_batch_size micro_batch_size
+    max_tokens_per_micro_batch ppo_epochs seed advantage_estimator gamma gae_lambda whiten_advantages bootstrap_truncated
+    clip_ratio_low clip_ratio_high dual_clip_ratio value_clip value_loss_coef entropy_coef loss_aggregation kl_coef kl_target
+    kl_horizon kl_loss_coef kl_loss_type importance_weight_cap rollout_backend prompts_per_iteration samples_per_prompt
+    max_prompt_length max_response_length max_model_len prompt_overflow temperature top_p top_k stop_token_ids rollout_dtype
+    gpu_memory_utilization kv_cache_gib enforce_eager prompt_data prompt_key answer_key chat_template add_bos strict_data reward
+    reward_timeout_s reward_num_workers run_dir num_logged_samples verify_weights save_hf wandb_project tensorboard
     """.split()
 )
 
@@ -164,10 +164,11 @@ def test_a_fitting_configuration_has_no_fault(files: dict[str, object]) -> None:
         ({"prompt_data": "/nowhere.jsonl"}, 2, ["/nowhere.jsonl"]),
         ({"model_path": "/nowhere"}, 2, ["/nowhere", "config.json"]),
         ({"rollout_world_size": 0}, 2, ["rollout_world_size = 0"]),
+        ({"expert_model_parallel_size": 0}, 2, ["expert_model_parallel_size = 0 must be at least 1"]),
         ({"rollout_backend": "hf", "rollout_world_size": 2, "rollout_tensor_parallel_size": 2}, 4, ["hf", "= 2; set it to 1"]),
         ({"sequence_parallel": True}, 2, ["sequence_parallel", "tensor_model_parallel_size"]),
         ({"virtual_pipeline_model_parallel_size": 2}, 2, ["pipeline_model_parallel_size"]),
-        ({"kl_controller": "adaptive"}, 2, ["kl_coef"]),
+        ({"kl_target": 6.0}, 2, ["kl_target is set, but kl_coef is 0"]),
         ({"max_tokens_per_micro_batch": 100}, 2, ["100", "1024"]),
         (
             {

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,7 +69,8 @@ def test_b106_numbers_are_of_all_ranks_rows_not_means_of_means() -> None:
 def test_b104_wandb_offline_makes_one_run_without_key_or_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    writer = _writer(tmp_path, wandb_mode="offline")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    writer = _writer(tmp_path, wandb_project="test")
     writer.log(0, {"reward/mean": 0.5})
     writer.close()
     runs = [path for path in (tmp_path / "wandb").iterdir() if path.name.startswith("offline-run")]
@@ -76,9 +78,12 @@ def test_b104_wandb_offline_makes_one_run_without_key_or_network(tmp_path: Path,
     assert len(read_metrics(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("fault", ["not installed", "init fails", "log fails"])
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [("not installed", "ModuleNotFoundError"), ("no key", "WANDB_MODE=offline"), ("init fails", "no route"), ("log fails", "no route")],
+)
 def test_b104_where_wandb_fails_training_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fault: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fault: str, said: str
 ) -> None:
     class Run:
         def log(self, *_: object, **__: object) -> None:
@@ -89,22 +94,29 @@ def test_b104_where_wandb_fails_training_goes_on(
 
     class Broken:
         Settings = dict
+        api = SimpleNamespace(api_key=None)
+
+        @staticmethod
+        def setup() -> SimpleNamespace:
+            return SimpleNamespace(settings=SimpleNamespace(mode="online" if fault == "no key" else "offline"))
 
         @staticmethod
         def init(**_: object) -> Run:
+            assert fault != "no key", "wandb would ask for it"
             if fault == "init fails":
                 raise OSError("no route")
             return Run()
 
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setitem(sys.modules, "wandb", None if fault == "not installed" else Broken)
-    writer = _writer(tmp_path, wandb_mode="offline")
+    writer = _writer(tmp_path, wandb_project="test")
     for iteration in range(3):
         writer.log(iteration, {"reward/mean": 0.1 * iteration})
     writer.close()
     assert len(read_metrics(tmp_path)) == 3
     warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning:")]
     assert len(warnings) == 1
-    assert "andb" in warnings[0]
+    assert "andb" in warnings[0] and said in warnings[0]
 
 
 def test_tensorboard_events_are_written(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ class Job:
 def run_job(inputs: Path, folder: Path, num_ranks: int, **fields: object) -> Job:
     """One torchrun of the tiny job; nothing of it may outlive it."""
     flags = tiny_flags(inputs, folder / "run", num_logged_samples=NUM_ROWS, **fields)
-    with Processes(folder / "log") as processes:
+    with Processes(folder / "log", {"WANDB_MODE": "offline"}) as processes:
         processes.torchrun(num_ranks, [*PROGRAM, *flags])
         code = processes.wait(LAUNCH_TIMEOUT_S)
         output = processes.output()
@@ -79,7 +79,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def default_job(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
     """Training TP 2 and two vLLM replicas."""
     folder = tmp_path_factory.mktemp("default")
-    written = {"tensorboard": True, "wandb_mode": "offline", "save_hf": True}
+    written = {"tensorboard": True, "wandb_project": "test", "save_hf": True}
     return run_job(inputs, folder, 4, tensor_model_parallel_size=2, rollout_world_size=2, **written, **PPO)
 
 
