@@ -307,11 +307,14 @@ class Config:
             changed = dataclasses.replace(changed, **{section: part})
         return changed
 
-    def validate(self, world_size: int) -> None:
-        """Check all equations between fields for a launch of ``world_size`` ranks; ``ValueError`` with every fault found."""
+    def validate(self, world_size: int, *, needs_data: bool = True) -> None:
+        """Check all equations between fields for a launch of ``world_size`` ranks; ``ValueError`` with every fault found.
+
+        ``needs_data`` False: only the model and the meshes are used.
+        """
         from megatron_ppo.config_checks import faults  # keeps the list of rules out of the list of fields
 
-        found = faults(self, world_size)
+        found = faults(self, world_size, needs_data=needs_data)
         if found:
             raise ValueError("the configuration does not fit together:\n  - " + "\n  - ".join(found))
 

@@ -15,15 +15,20 @@ from typing import Any
 from megatron_ppo.config import Config
 
 
-def faults(config: Config, world_size: int) -> list[str]:
-    """Every reason why ``config`` cannot run on ``world_size`` ranks; empty where it can."""
+def faults(config: Config, world_size: int, *, needs_data: bool = True) -> list[str]:
+    """Every reason why ``config`` cannot run on ``world_size`` ranks; empty where it can.
+
+    ``needs_data`` False: only the model and the meshes are used; prompts, rewards, batches and the algorithm may be anything.
+    """
     found = list(_ranges(config))
     if found:  # the equations below divide by these numbers
         return found
     found += _meshes(config, world_size)
-    if not found:
-        found += _batches(config, config.data_parallel_size(world_size))
-    found += _algorithm(config)
+    if needs_data:
+        if not found:
+            found += _batches(config, config.data_parallel_size(world_size))
+        found += _algorithm(config)
+        found += _prompt_file(config)
     found += _lengths(config)
     found += _files(config)
     return found
@@ -220,12 +225,15 @@ def _lengths(config: Config) -> Iterator[str]:
         )
 
 
-def _files(config: Config) -> Iterator[str]:
-    m = config.model
+def _prompt_file(config: Config) -> Iterator[str]:
     if not config.data.prompt_data:
         yield "prompt_data is not set: name a JSONL or Parquet file of prompts"
     elif not Path(config.data.prompt_data).is_file():
         yield f"prompt_data = {config.data.prompt_data}: there is no such file"
+
+
+def _files(config: Config) -> Iterator[str]:
+    m = config.model
     if m.critic_path is not None and m.critic != "separate":
         yield f"critic_path is set, but critic = {m.critic}: only a separate critic has weights of its own"
     if not m.model_path:

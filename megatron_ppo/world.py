@@ -133,10 +133,11 @@ class World:
             raise RuntimeError(f"{name} is defined on rollout ranks, but {self.describe(self.global_rank)} trains")
 
 
-def init_world(config: Config) -> World:
+def init_world(config: Config, *, needs_data: bool = True) -> World:
     """Join the launch: check the configuration, connect to the store, set up this mesh's default process group.
 
-    Collective over all ranks of the launch. RANK and WORLD_SIZE in ``os.environ`` are the mesh's afterwards.
+    Collective over all ranks of the launch. RANK and WORLD_SIZE in ``os.environ`` are the mesh's afterwards. ``needs_data`` is that of
+    ``Config.validate``.
 
     Raises:
         ValueError: on rank 0, where environment or configuration do not fit; all other ranks then end with exit code 1 and print
@@ -147,7 +148,7 @@ def init_world(config: Config) -> World:
         raise RuntimeError("this process already has a default process group; init_world must be the first to make one")
     launch = read_launch(os.environ)
     try:
-        config.validate(launch.world_size)
+        config.validate(launch.world_size, needs_data=needs_data)
     except ValueError:
         _raise_on_rank_0(launch)
     os.environ["LOCAL_RANK"] = str(launch.local_rank)  # srun has a name of its own for it

@@ -232,3 +232,12 @@ def test_b78_a_critic_or_reward_model_of_another_vocabulary_is_refused(files: di
         Config().replace(**(files | {name: other, "tensor_model_parallel_size": 4})).validate(5)
     assert f"{name} has a vocabulary of 1001 tokens, model_path one of 1000" in str(error.value)
     assert f"{name}: 6 attention heads are not a multiple of tensor_model_parallel_size = 4" in str(error.value)
+
+
+def test_without_need_of_data_only_model_and_meshes_are_checked(files: dict[str, object]) -> None:
+    config = Config().replace(model_path=files["model_path"], critic="none", prompts_per_iteration=1, rollout_world_size=2)
+    config.validate(3, needs_data=False)
+    with pytest.raises(ValueError, match="prompt_data is not set"):
+        config.validate(3)
+    with pytest.raises(ValueError, match="tensor_model_parallel_size = 3"):
+        config.replace(tensor_model_parallel_size=3).validate(5, needs_data=False)
