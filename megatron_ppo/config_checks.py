@@ -295,7 +295,9 @@ def _network(config: Config, folder: str, network: dict[str, int]) -> Iterator[s
         if network["intermediate_size"] % tp:
             yield f"{folder}: intermediate_size {network['intermediate_size']} is not a multiple of {mesh} = {tp}; choose a divisor of it"
     stages = p.pipeline_model_parallel_size * (p.virtual_pipeline_model_parallel_size or 1)
-    if layers % stages:
+    # Stages of their own sizes are checked where the layers are cut (``resharding/megatron_mesh.py``).
+    uneven = any(name.endswith(("pipeline_stage", "pipeline_split")) for name in config.model.transformer_overrides)
+    if layers % stages and not uneven:
         good = [n for n in range(1, layers + 1) if layers % n == 0]
         yield (
             f"{folder}: {layers} layers are not a multiple of pipeline_model_parallel_size {p.pipeline_model_parallel_size} x "
