@@ -22,6 +22,7 @@ from megatron_ppo.device import has_transformer_engine
 from megatron_ppo.families import Head, network_shape
 from megatron_ppo.resharding.checksum import compare_checksums, destination_checksums, source_checksums
 from megatron_ppo.resharding.executor import ReshardExecutor, TransferStats
+from megatron_ppo.resharding.layout import RankLayout
 from megatron_ppo.resharding.megatron_layout import training_layouts
 from megatron_ppo.resharding.megatron_mesh import megatron_parallel
 from megatron_ppo.resharding.plan import ReshardPlan, build_plan
@@ -115,19 +116,27 @@ def _checksum_key(version: int, rank: int) -> str:
 
 def refit_plan(config: Config, world_size: int) -> ReshardPlan:
     """Who sends which part of which weight to whom, from the configuration alone: every rank builds the same plan."""
-    network = network_shape(Path(config.model.model_path))
-    p, num_training = config.parallel, world_size - config.parallel.rollout_world_size
-    head: Head = "lm+value" if config.model.critic == "shared" else "lm"
-    sources = training_layouts(
-        network, megatron_parallel(config), num_training, head=head, transformer_engine_names=uses_transformer_engine(config)
-    )
-    if config.rollout.rollout_backend == "hf":
-        layouts = [hf_layout(network)]
-    else:
-        tp, whole_experts = p.rollout_tensor_parallel_size, p.rollout_expert_parallel
-        layouts = [vllm_layout(network, tensor_parallel_size=tp, tp_rank=rank, expert_parallel=whole_experts) for rank in range(tp)]
+    num_training = world_size - config.parallel.rollout_world_size
+    layouts = rollout_layouts(config)
     destinations = {rank: layouts[(rank - num_training) % len(layouts)] for rank in range(num_training, world_size)}
-    return build_plan(sources, destinations, bytes_per_element=transfer_dtype(config).itemsize)
+    return build_plan(actor_layouts(config, num_training), destinations, bytes_per_element=transfer_dtype(config).itemsize)
+
+
+def actor_layouts(config: Config, num_training: int) -> dict[int, RankLayout]:
+    """How the actor lies on each rank of a training mesh of ``num_training`` ranks."""
+    network = network_shape(Path(config.model.model_path))
+    head: Head = "lm+value" if config.model.critic == "shared" else "lm"
+    names = uses_transformer_engine(config)
+    return training_layouts(network, megatron_parallel(config), num_training, head=head, transformer_engine_names=names)
+
+
+def rollout_layouts(config: Config) -> list[RankLayout]:
+    """How the actor lies on each rank of one rollout replica."""
+    network, p = network_shape(Path(config.model.model_path)), config.parallel
+    if config.rollout.rollout_backend == "hf":
+        return [hf_layout(network)]
+    tp, whole_experts = p.rollout_tensor_parallel_size, p.rollout_expert_parallel
+    return [vllm_layout(network, tensor_parallel_size=tp, tp_rank=rank, expert_parallel=whole_experts) for rank in range(tp)]
 
 
 def transfer_dtype(config: Config) -> torch.dtype:

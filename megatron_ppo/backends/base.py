@@ -8,7 +8,7 @@ frameworks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -111,7 +111,7 @@ class InferenceBackend(ABC):
         """Bytes of this rank's live parameters, rows that only pad the vocabulary left out: read from the engine, not from a layout."""
 
     @abstractmethod
-    def load_hf_weights(self, weights: Sequence[tuple[str, Tensor]]) -> None:
+    def load_hf_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """The slow reference path: the engine's own loader, given full Hugging Face tensors by name."""
 
     @abstractmethod
