@@ -187,6 +187,8 @@ class RemoteRollout:
     """The rollout workers as a training rank names them: handles without a message."""
 
     def __init__(self, world: World) -> None:
+        self.version: int | None = None
+        """Not known here: each worker keeps its own."""
         self._world = world
 
     def set_weights(self, handle: DataHandle) -> TransferStats:

@@ -43,6 +43,9 @@ class WeightSource(Protocol):
 class WeightDestination(Protocol):
     """The rollout workers, or a reference to those on the other mesh."""
 
+    version: int | None
+    """Version of the weights that are loaded; None: no whole set of weights that was proved where it had to be, so nothing is sampled."""
+
     def set_weights(self, handle: DataHandle) -> TransferStats:
         """Take over the weights of the handle; the engine is unusable until that has succeeded."""
 
@@ -76,7 +79,8 @@ class WeightSynchronizer:
         from its live weights, with the checksum that the sender took of its own.
 
         Raises:
-            RuntimeError: a checksum differs; the message names what differs, and where.
+            RuntimeError: a checksum differs; the message names what differs, and where. The worker has no version then, as after any
+                error of a sync.
         """
         started = time.monotonic()
         handle, version = source.get_weights(), source.version
@@ -88,7 +92,11 @@ class WeightSynchronizer:
             stats = destinations.set_weights(handle)
             weights = destinations.live_weights()
         if version == 0 or self._verify_always:
-            self._prove(version, weights)
+            try:
+                self._prove(version, weights)
+            except BaseException:
+                destinations.version = None  # all bytes came, and not all are right
+                raise
         return SyncStats(version, stats.bytes_sent, stats.bytes_received, time.monotonic() - started)
 
     def _prove(self, version: int, weights: dict[str, Tensor]) -> None:

@@ -23,7 +23,7 @@ from megatron_ppo.device import prepare_megatron
 from megatron_ppo.resharding.executor import TransferStats
 from megatron_ppo.resharding.layout import view
 from megatron_ppo.resharding.plan import ReshardPlan
-from megatron_ppo.rollout_engine import RemoteRollout, RemoteTraining
+from megatron_ppo.rollout_engine import RemoteRollout, RemoteTraining, version_of
 from megatron_ppo.weight_synchronizer import WeightSynchronizer, refit_plan, transfer_dtype, uses_transformer_engine
 from megatron_ppo.world import World
 
@@ -90,7 +90,7 @@ def test_every_rollout_rank_gets_its_shard_and_no_byte_more(
     num_training = world_size - config.parallel.rollout_world_size
     assert list(plan.source_shapes) == list(range(num_training))
     assert list(plan.destination_shapes) == list(range(num_training, world_size))
-    traffic = plan.summary()
+    traffic = plan.summary(1 << 20)
     tensors = checkpoint(models[model])
     assert all(traffic[rank].bytes_received == 0 for rank in range(num_training))
     assert all(traffic[rank].bytes_sent == 0 for rank in range(num_training, world_size))
@@ -169,7 +169,7 @@ def test_weights_travel_in_the_dtype_of_the_rollout_engine(
     config = make_config(models["llama"], rollout(), {"rollout_dtype": rollout_dtype, "params_dtype": params_dtype})
     plan = refit_plan(config, 2)
     assert transfer_dtype(config) is dtype and plan.bytes_per_element == dtype.itemsize
-    assert plan.summary()[1].bytes_received == dtype.itemsize * num_elements(checkpoint(models["llama"]))
+    assert plan.summary(1 << 20)[1].bytes_received == dtype.itemsize * num_elements(checkpoint(models["llama"]))
 
 
 def test_names_of_parameters_follow_the_layer_spec(models: dict[str, str]) -> None:
@@ -265,6 +265,24 @@ class Hand:
         return TransferStats(0, group.num_elements * self.plan.bytes_per_element, 1, 0.0)
 
 
+class Worker:
+    """The rollout worker's part."""
+
+    def __init__(self, hand: Hand, live: dict[str, Tensor]) -> None:
+        self.version: int | None = None
+        self._hand = hand
+        self._live = live
+
+    def set_weights(self, handle: DataHandle) -> TransferStats:
+        self.version = None
+        stats = self._hand.receive(self._live)
+        self.version = version_of(handle)
+        return stats
+
+    def live_weights(self) -> dict[str, Tensor]:
+        return self._live
+
+
 class Pair:
     """A training rank and a rollout rank of one launch, in one process."""
 
@@ -287,23 +305,15 @@ class Pair:
         self.live = {name: torch.full(shape, float("nan"), dtype=dtype) for name, shape in shapes.items()}
         self.version = 0
         self.training = RemoteTraining(self.worlds[1])
+        self.worker = Worker(self.hand, self.live)
 
     def get_weights(self) -> DataHandle:
         """The training engine's part."""
         return self.buses[0].put(self.weights, f"weights/{self.version}")
 
-    def set_weights(self, handle: DataHandle) -> TransferStats:
-        """The rollout worker's part."""
-        assert handle == DataHandle(0, f"weights/{self.training.version}")
-        return self.hand.receive(self.live)
-
-    def live_weights(self) -> dict[str, Tensor]:
-        """The rollout worker's part."""
-        return self.live
-
     def sync(self) -> tuple[Any, Any]:
         sent = self.ends[0].sync(self, RemoteRollout(self.worlds[0]))
-        return sent, self.ends[1].sync(self.training, self)
+        return sent, self.ends[1].sync(self.training, self.worker)
 
     def next_version(self) -> None:
         self.version += 1
@@ -327,8 +337,10 @@ def test_version_0_is_always_proved_and_later_ones_on_demand(models: dict[str, s
     with pytest.raises(RuntimeError, match="1 blocks of weights v0 on rank 1") as error:
         pair.sync()
     assert "model.layers.2.mlp.up_proj.weight" in str(error.value) and "gate_up_proj" in str(error.value)
+    assert pair.worker.version is None, "all bytes came, but the proof failed: nothing may be sampled"
     pair.next_version()
     pair.sync()  # not proved: this mesh was not told to
+    assert pair.worker.version == 1
     assert not pair.store.check(["checksums/0/v1"])
 
     watched = Pair(make_config(models["llama"], rollout()), verify_always=True)
@@ -341,6 +353,11 @@ def test_version_0_is_always_proved_and_later_ones_on_demand(models: dict[str, s
     watched.hand.drops = "model.embed_tokens.weight"
     with pytest.raises(RuntimeError, match=r"weights v2(.|\n)*model.embed_tokens.weight"):
         watched.sync()
+    assert watched.worker.version is None
+    watched.hand.drops = None
+    watched.next_version()
+    watched.sync()
+    assert watched.worker.version == 3, "a whole sync that is proved makes it usable again"
 
 
 def test_many_differences_are_counted_and_some_shown(models: dict[str, str]) -> None:
@@ -348,6 +365,6 @@ def test_many_differences_are_counted_and_some_shown(models: dict[str, str]) -> 
     pair.ends[0].sync(pair, RemoteRollout(pair.worlds[0]))
     pair.hand._on_the_way = {name: tensor + 1 for name, tensor in pair.hand._on_the_way.items()}
     with pytest.raises(RuntimeError) as error:
-        pair.ends[1].sync(pair.training, pair)
+        pair.ends[1].sync(pair.training, pair.worker)
     (group,) = pair.hand.plan.groups
     assert str(error.value).startswith(f"{len(group.transfers)} blocks") and str(error.value).count("\n") == 20

@@ -198,25 +198,30 @@ class _ShardWriter:
         check_tensors(canonical_tensors(network, head), self._shapes, "the export")
         self._flush()
         if len(self._files) == 1:
-            self._files[0][0].rename(self._folder / SINGLE_FILE)
+            self._rename(0, SINGLE_FILE)
             return
         weight_map: dict[str, str] = {}
-        for number, (path, names) in enumerate(self._files, start=1):
-            final = f"model-{number:05d}-of-{len(self._files):05d}.safetensors"
-            path.rename(self._folder / final)
+        for number, (_, names) in enumerate(self._files):
+            final = f"model-{number + 1:05d}-of-{len(self._files):05d}.safetensors"
+            self._rename(number, final)
             weight_map |= dict.fromkeys(names, final)
         index = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
         (self._folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def discard(self) -> None:
-        """Remove what was written."""
+        """Remove what was written, also what was written in part."""
         for path, _ in self._files:
             path.unlink(missing_ok=True)
+        (self._folder / INDEX_FILE).unlink(missing_ok=True)
+
+    def _rename(self, number: int, name: str) -> None:
+        path, names = self._files[number]
+        self._files[number] = (path.rename(self._folder / name), names)
 
     def _flush(self) -> None:
         path = self._folder / f"model-{len(self._files) + 1:05d}.partial"
+        self._files.append((path, list(self._pending)))  # before it is written: a full disk leaves half a file
         save_file(self._pending, path, metadata={"format": "pt"})  # transformers refuses files without the metadata
-        self._files.append((path, list(self._pending)))
         self._pending = {}
         self._pending_bytes = 0
 

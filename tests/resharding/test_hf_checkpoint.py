@@ -404,30 +404,6 @@ def test_a_reused_buffer_is_not_written_twice(tmp_path: Path) -> None:
     assert all(torch.equal(written[name], original[name]) for name in original)
 
 
-def test_b01_b16_config_is_preserved_but_for_the_dtype(tmp_path: Path) -> None:
-    block = {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    source = make_toy(tmp_path / "in", head_dim=128, rope_scaling=block, vocab_size=131)
-    halved = {name: tensor.bfloat16() for name, tensor in load_file(source / WEIGHTS).items()}
-    write_hf_checkpoint(tmp_path / "out", source, halved.items())
-    before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "out"))
-    assert after == before | {"dtype": "bfloat16"} and before["dtype"] == "float32"
-    assert after["rope_parameters"] == block and after["vocab_size"] == 131
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    frequencies = model.model.rotary_emb.inv_freq
-    plain = 500000.0 ** (-torch.arange(0, 128, 2).double() / 128)
-    assert model.dtype == torch.bfloat16
-    assert frequencies[28].item() == pytest.approx(3.21145e-3, rel=1e-5)
-    assert (frequencies[30] / plain[30]).item() == pytest.approx(0.64374, rel=1e-4)
-    assert frequencies[63].item() == pytest.approx(3.06893e-7, rel=1e-5)
-
-
 def test_b24_sidecars_are_copied_byte_by_byte(tmp_path: Path) -> None:
     source = make_toy(tmp_path / "in")
     sidecars = {
@@ -481,6 +457,33 @@ def test_incomplete_or_double_exports_leave_no_weights(tmp_path: Path) -> None:
         assert list(out.iterdir()) == []
 
 
+@pytest.mark.parametrize("at", ["a shard", "the index"])
+def test_an_export_that_the_disk_cuts_short_leaves_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    """Half a shard under its temporary name, or whole shards without their index: neither stays, so that a second try can be made."""
+    source = make_toy(tmp_path / "in")
+    weights = load_file(source / WEIGHTS)
+    write_text = Path.write_text
+
+    def half(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+        save_file(tensors, path, metadata=metadata)
+        if at == "a shard" and "00003" in path.name:
+            path.write_bytes(path.read_bytes()[:1000])
+            raise OSError("no space left")
+
+    def half_text(path: Path, text: str, **options: str) -> int:
+        write_text(path, text[:20], **options)
+        raise OSError("no space left")
+
+    monkeypatch.setattr("megatron_ppo.resharding.hf_checkpoint.save_file", half)
+    monkeypatch.setattr(Path, "write_text", half_text)
+    with pytest.raises(OSError, match="no space left"):
+        write_hf_checkpoint(tmp_path / "out", source, weights.items(), max_shard_bytes=30_000)
+    monkeypatch.undo()
+    assert list((tmp_path / "out").iterdir()) == []
+    write_hf_checkpoint(tmp_path / "out", source, weights.items(), max_shard_bytes=30_000)
+    assert HFCheckpoint(tmp_path / "out").shapes.keys() == weights.keys()
+
+
 def test_a_folder_that_holds_weights_is_not_written_into(tmp_path: Path) -> None:
     source = make_toy(tmp_path / "in")
     copy = shutil.copytree(source, tmp_path / "copy")
@@ -488,11 +491,3 @@ def test_a_folder_that_holds_weights_is_not_written_into(tmp_path: Path) -> None
         write_hf_checkpoint(copy, source, load_file(source / WEIGHTS).items())
     with pytest.raises(ValueError, match="max_shard_bytes must be at least 1"):
         write_hf_checkpoint(tmp_path / "out", source, [], 0)
-
-
-def test_b26_wrapped_names_are_written_plainly(tmp_path: Path) -> None:
-    source = make_toy(tmp_path / "in")
-    weights = load_file(source / WEIGHTS)
-    write_hf_checkpoint(tmp_path / "out", source, [(f"_fsdp_wrapped_module.{n}", t) for n, t in weights.items()])
-    written = load_file(tmp_path / "out" / WEIGHTS)
-    assert written.keys() == weights.keys() and all(torch.equal(written[n], weights[n]) for n in weights)
