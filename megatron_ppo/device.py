@@ -192,6 +192,7 @@ def prepare_megatron() -> None:
         _filter_import_warnings()
         for module in _MEGATRON_MODULES:
             importlib.import_module(module)
+    _repair_mixtures()
     _filter_runtime_warnings()
 
 
@@ -212,6 +213,8 @@ def _filter_runtime_warnings() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, message=r".*(reduce_scatter_tensor|all_gather_into_tensor)")
     # megatron's optimizer looks at ``.grad`` of its own shards of a parameter, which are not leaves.
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed")
+    # Experts that are not cut over tensor-parallel ranks: megatron-core makes their layers with the settings of attention, which are.
+    warnings.filterwarnings("ignore", message=r"`sequence_parallel` is set to `True`, but tensor model parallel size is 1")
     # Said to everybody who recomputes attention; it is about an attention that is not there.
     if not has_transformer_engine():
         warnings.filterwarnings("ignore", message=r"If you are using transformer_engine as the transformer implementation, the core_attn")
@@ -237,6 +240,24 @@ def _without_compiler() -> Iterator[None]:
 
 def _identity_compiler(function: Any = None, **_: object) -> Any:
     return function if function is not None else (lambda inner: inner)
+
+
+def _repair_mixtures() -> None:
+    """What megatron-core's mixtures of experts lack without Transformer Engine, and without CUDA."""
+    moe_utils, token_dispatcher = (
+        importlib.import_module(f"megatron.core.transformer.moe.{name}") for name in ("moe_utils", "token_dispatcher")
+    )
+    # The router asks whether this is None, but where Transformer Engine is absent the name is not bound at all.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
+    # The dispatcher wants counts of tokens as numpy arrays (they are sizes of messages), but converts CUDA tensors only.
+    if not has_cuda():
+        token_dispatcher.maybe_move_tensor_to_cpu = _on_host  # type: ignore[attr-defined]
+
+
+def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """``moe_utils.maybe_move_tensor_to_cpu`` for a tensor that is on the CPU already."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 # -- stand-ins for CUDA -----------------------------------------------------------------------------------------------
@@ -349,6 +370,9 @@ def _install_stand_ins() -> None:
     # Schedules, optimizers, clipping and masks make small tensors with a literal device="cuda", or pin them for a copy to it.
     for name in ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like"):
         _stand_in(torch, name, _on_cpu(getattr(torch, name)))
+    # Tensor-parallel ranks that share experts exchange different numbers of tokens: NCCL takes parts of unlike size, gloo does not.
+    _stand_in(torch.distributed, "all_gather", _all_gather_uneven(torch.distributed.all_gather))
+    _stand_in(torch.distributed, "reduce_scatter", _reduce_scatter_uneven)
 
 
 def _named(result: Any) -> Any:
@@ -362,6 +386,32 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
         return factory(*args, device=where, **options)
 
     return make
+
+
+def _all_gather_uneven(even: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.distributed.all_gather`` that pads parts of unlike first dim to the largest."""
+
+    def gather(outputs: list[torch.Tensor], part: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if len({output.shape for output in outputs}) == 1:
+            return even(outputs, part, group=group, async_op=async_op)
+        assert not async_op
+        rows = max(output.shape[0] for output in outputs)
+        padded = part.new_zeros(rows, *part.shape[1:])
+        padded[: part.shape[0]] = part
+        received = [torch.empty_like(padded) for _ in outputs]
+        even(received, padded, group=group)
+        for output, whole in zip(outputs, received, strict=True):
+            output.copy_(whole[: output.shape[0]])
+        return None
+
+    return gather
+
+
+def _reduce_scatter_uneven(output: torch.Tensor, parts: list[torch.Tensor], group: Any = None) -> None:
+    """``torch.distributed.reduce_scatter`` (a sum) of parts of any first dims, as an all-reduce of all of them."""
+    whole = torch.cat(parts)
+    torch.distributed.all_reduce(whole, group=group)
+    output.copy_(whole.split([part.shape[0] for part in parts])[torch.distributed.get_rank(group)])
 
 
 def _stand_in(owner: Any, name: str, replacement: Callable[..., Any]) -> None:

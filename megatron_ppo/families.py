@@ -139,7 +139,7 @@ class NetworkShape:
     max_position_embeddings: int = 2048
     rope_theta: float = 10000.0
     rope_scaling: tuple[tuple[str, float | int | str], ...] = ()
-    """Sorted (key, value) pairs of the rope block without theta, ``rope_type`` among them; empty for plain RoPE."""
+    """Sorted (key, value) pairs of the rope block without theta, ``rope_type`` among them unless it is the default; empty: plain RoPE."""
     sliding_window: int | None = None
     """Tokens that attention looks back, where the model limits it: sequences up to this long are not affected."""
 
@@ -375,7 +375,7 @@ def _rope(config: Mapping[str, object], spec: FamilySpec) -> tuple[float, tuple[
     old_type = entries.pop("type", None)
     rope_type = entries.setdefault("rope_type", old_type or "default")
     if rope_type == "default":
-        entries = {}
+        entries = {key: value for key, value in entries.items() if key == "partial_rotary_factor" and value != 1.0}
     return float(str(theta)), tuple(sorted(entries.items()))
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoConfig
 
 from megatron_ppo.config import Config
 from megatron_ppo.types import MicroBatch, RoleOutput, Sampling
@@ -57,10 +56,11 @@ def build(folder: Path, config: Config, head: Any) -> list[Any]:
 
     sizes = megatron_parallel(config)
     virtual = sizes.virtual_pipeline_model_parallel_size
+    network = network_shape(folder)
     chunks = []
     for stage in range(virtual) if virtual is not None else (None,):
         chunk = MegatronActorCritic(
-            AutoConfig.from_pretrained(folder),
+            network,
             config,
             head=head,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
@@ -69,7 +69,7 @@ def build(folder: Path, config: Config, head: Any) -> list[Any]:
         )
         chunks.append(chunk)
     layout = megatron_layout(
-        network_shape(folder),
+        network,
         sizes,
         rank_coordinates(dist.get_rank(), dist.get_world_size(), sizes),
         head=head,

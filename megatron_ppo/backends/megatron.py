@@ -29,15 +29,13 @@ from megatron_ppo.backends.megatron_optimizer import MegatronOptimizer
 from megatron_ppo.backends.megatron_schedule import collect_outputs, reduce_metrics, run_schedule
 from megatron_ppo.backends.megatron_setup import configure_schedule, initialize_megatron
 from megatron_ppo.config import Config
-from megatron_ppo.families import NetworkShape, canonical_tensors, network_shape
+from megatron_ppo.families import Head, NetworkShape, canonical_tensors, network_shape
 from megatron_ppo.resharding.gather import gather_canonical
 from megatron_ppo.resharding.hf_checkpoint import load_hf_weights, write_hf_checkpoint
 from megatron_ppo.resharding.layout import RankLayout
 from megatron_ppo.resharding.megatron_layout import megatron_layout, training_layouts
 from megatron_ppo.resharding.megatron_mesh import megatron_parallel
 from megatron_ppo.types import Completion, MicroBatch, RoleOutput, Sampling
-
-Head = Literal["lm", "lm+value", "value", "score"]
 
 OUTPUTS: dict[Head, tuple[str, ...]] = {
     "lm": ("log_probs", "entropy"),
@@ -203,7 +201,7 @@ class MegatronBackend(TrainingBackend):
         """Build one network and load its weights; ``peak_lr`` None: frozen."""
         shape = network_shape(folder)
         layout = self._layout(shape, head)  # first: it refuses sizes that do not fit, with their equation
-        roles = list(self._build_roles(folder, head))
+        roles = list(self._build_roles(shape, head))
         load_hf_weights(folder, layout, dict(named_parameters(roles)), head=head)
         if peak_lr is None:
             for part in roles:
@@ -213,19 +211,17 @@ class MegatronBackend(TrainingBackend):
         network.optimizer = MegatronOptimizer(network.chunks, self._config, peak_lr=peak_lr, num_optimizer_steps=self._num_optimizer_steps)
         return network
 
-    def _build_roles(self, folder: Path, head: Head) -> Iterator[Any]:
+    def _build_roles(self, shape: NetworkShape, head: Head) -> Iterator[Any]:
         """The chunks of this rank, in pipeline order; one without virtual stages."""
         from megatron.core import parallel_state
-        from transformers import AutoConfig
 
         from megatron_ppo.roles.megatron_actor_critic import MegatronActorCritic
 
         virtual = self._config.parallel.virtual_pipeline_model_parallel_size
-        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=self._config.model.trust_remote_code)
         for index in range(virtual or 1):
             stage = None if virtual is None else index
             part = MegatronActorCritic(
-                hf_config,
+                shape,
                 self._config,
                 head=head,
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),

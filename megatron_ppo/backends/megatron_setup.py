@@ -108,12 +108,11 @@ SCHEDULE_FIELDS = frozenset(
         "microbatch_group_size_per_vp_stage",
     }
 )
-"""Fields of megatron-core's TransformerConfig that ``configure_schedule`` sets, or whose default it relies on."""
+"""Fields of megatron-core's TransformerConfig that ``configure_schedule`` or the role sets, or whose default they rely on."""
 
 
 def configure_schedule(transformer: Any, parallel: ParallelConfig) -> None:
     """Set the fields of a megatron-core ``TransformerConfig`` that its pipeline schedules and gradient reduction read."""
-    transformer.calculate_per_token_loss = True
     transformer.pipeline_dtype = transformer.params_dtype
     interleaved = parallel.virtual_pipeline_model_parallel_size is not None
     # 1F1B asks each neighbour for the shape of a micro-batch first. Interleaved, forward and backward messages between two ranks travel

@@ -199,5 +199,10 @@ def _stage_sizes(num_layers: int, parallel: MegatronParallel) -> list[int]:
             f"{num_layers} layers, of which num_layers_in_first_pipeline_stage = {first} and num_layers_in_last_pipeline_stage = {last}, "
             f"leave {rest} for the other {stages} of {pp} stages; they must divide evenly, at least one each"
         )
+    if not stages and parallel.virtual_pipeline_model_parallel_size is not None:
+        raise ValueError(
+            "with two stages and virtual_pipeline_model_parallel_size, give one of num_layers_in_first_pipeline_stage and "
+            "num_layers_in_last_pipeline_stage, not both (megatron-core 0.16.1 divides by the 0 stages between them)"
+        )
     middle = [rest // stages] * stages if stages else []
     return [*([] if first is None else [first]), *middle, *([] if last is None else [last])]

@@ -14,22 +14,17 @@ loop is ``megatron_generate.py``'s.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron_ppo import device
 from megatron_ppo.config import Config
+from megatron_ppo.families import Head, NetworkShape
 from megatron_ppo.roles.base import ActorRole, CriticRole, RewardModelRole
 from megatron_ppo.roles.logits import gather_vocab, log_probs_and_entropy
-from megatron_ppo.roles.megatron_config import (
-    head_dim,
-    padded_vocab_size,
-    rope_inverse_frequencies,
-    rope_parameters,
-    transformer_config,
-)
+from megatron_ppo.roles.megatron_config import padded_vocab_size, rope_inverse_frequencies, transformer_config
 from megatron_ppo.roles.megatron_spec import block_spec, context_parallel_whole
 from megatron_ppo.types import Completion, MicroBatch, RoleOutput, Sampling
 
@@ -43,9 +38,6 @@ from megatron.core.transformer.enums import ModelType  # noqa: E402
 from megatron.core.transformer.module import MegatronModule  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlock  # noqa: E402
 
-Head = Literal["lm", "value", "lm+value", "score"]
-"""lm: actor, reference. value: a critic. lm+value: the shared critic. score: a reward model."""
-
 
 class MegatronActorCritic(LanguageModule, ActorRole, CriticRole, RewardModelRole):
     """One pipeline chunk of a role. Needs megatron's ``parallel_state`` to be initialised.
@@ -57,7 +49,7 @@ class MegatronActorCritic(LanguageModule, ActorRole, CriticRole, RewardModelRole
 
     def __init__(
         self,
-        hf_config: Any,
+        network: NetworkShape,
         config: Config,
         *,
         head: Head,
@@ -65,15 +57,15 @@ class MegatronActorCritic(LanguageModule, ActorRole, CriticRole, RewardModelRole
         post_process: bool = True,
         vp_stage: int | None = None,
     ) -> None:
-        super().__init__(config=transformer_config(hf_config, config))
+        super().__init__(config=transformer_config(network, config))
         self.model_type = ModelType.encoder_or_decoder
         self.head = head
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
-        self.vocab_size = hf_config.vocab_size
+        self.vocab_size = network.vocab_size
         self.padded_vocab_size = padded_vocab_size(
-            hf_config.vocab_size, config.model.make_vocab_size_divisible_by, self.config.tensor_model_parallel_size
+            network.vocab_size, config.model.make_vocab_size_divisible_by, self.config.tensor_model_parallel_size
         )
-        self.share_embeddings_and_output_weights = hf_config.tie_word_embeddings and self.has_lm_head
+        self.share_embeddings_and_output_weights = network.tied and self.has_lm_head
 
         if pre_process:
             self.embedding = LanguageModelEmbedding(
@@ -83,7 +75,7 @@ class MegatronActorCritic(LanguageModule, ActorRole, CriticRole, RewardModelRole
                 position_embedding_type="rope",
                 tp_group=self.pg_collection.tp,
             )
-        self.rotary_pos_emb = self._rotary_embedding(hf_config)
+        self.rotary_pos_emb = self._rotary_embedding(network)
         self.decoder = TransformerBlock(
             self.config,
             block_spec(self.config, vp_stage, self.pg_collection.pp.rank()),
@@ -109,16 +101,16 @@ class MegatronActorCritic(LanguageModule, ActorRole, CriticRole, RewardModelRole
         """Whether the role gives values (or scores)."""
         return self.head != "lm"
 
-    def _rotary_embedding(self, hf_config: Any) -> RotaryEmbedding:
+    def _rotary_embedding(self, network: NetworkShape) -> RotaryEmbedding:
         """megatron's module, with the frequencies that the Hugging Face config asks for."""
         rotary = RotaryEmbedding(
-            kv_channels=head_dim(hf_config),
+            kv_channels=network.head_dim,
             rotary_percent=1.0,
-            rotary_base=rope_parameters(hf_config)["rope_theta"],
+            rotary_base=network.rope_theta,
             use_cpu_initialization=True,
             cp_group=self.pg_collection.cp,
         )
-        rotary.inv_freq = rope_inverse_frequencies(hf_config).to(device.device())
+        rotary.inv_freq = rope_inverse_frequencies(network).to(device.device())
         return rotary
 
     def _add_heads(self, seed: int) -> None:

@@ -1,11 +1,11 @@
-"""From a Hugging Face config and ours to megatron-core's TransformerConfig: what the network is, and how it is cut and
+"""From the shape of a network and our configuration to megatron-core's TransformerConfig: what the network is, and how it is cut and
 computed.
 
-Families: Llama, Mistral, Qwen2, Qwen3 (dense). Whatever a config asks for that would silently be computed differently is
-refused by name: sliding windows shorter than the run's sequences, RoPE variants other than default, linear and llama3,
-further biases, other activations. Dropout is off in training too, whatever the Hugging Face config says: PPO's ratio must
-be exactly 1 before the first step, so that scoring and updating have to be the same function. Import after
-``device.prepare_megatron()``; this module calls it.
+Families are those of ``families.py``, dense and mixtures of experts. Whatever a config asks for that would silently be computed
+differently is refused by name: sliding windows shorter than the run's sequences, RoPE variants other than default, linear and llama3.
+Dropout and router jitter are off in training too, whatever the Hugging Face config says: PPO's ratio must be exactly 1 before the first
+step, so that scoring and updating have to be the same function. Import after ``device.prepare_megatron()``; this module calls it. Left
+out: whether sizes divide (``resharding/megatron_layout.py``, asked before a network is built).
 """
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ from torch import Tensor
 
 from megatron_ppo import device
 from megatron_ppo.config import Config
+from megatron_ppo.families import NetworkShape
 
 device.prepare_megatron()
 
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402  the stand-ins must be there first
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""``model_type`` of the Hugging Face configs that are understood."""
 
 NOT_OVERRIDABLE = frozenset(
     {
@@ -41,6 +39,25 @@ NOT_OVERRIDABLE = frozenset(
         "heterogeneous_block_specs",
         "is_hybrid_model",
         "layernorm_zero_centered_gamma",
+        "moe_apply_probs_on_input",
+        "moe_enable_routing_replay",
+        "moe_expert_capacity_factor",
+        "moe_grouped_gemm",
+        "moe_input_jitter_eps",
+        "moe_latent_size",
+        "moe_layer_freq",
+        "moe_pad_expert_input_to_capacity",
+        "moe_router_enable_expert_bias",
+        "moe_router_force_load_balancing",
+        "moe_router_group_topk",
+        "moe_router_num_groups",
+        "moe_router_score_function",
+        "moe_router_topk_limited_devices",
+        "moe_router_topk_scaling_factor",
+        "moe_shared_expert_gate",
+        "moe_shared_expert_intermediate_size",
+        "moe_token_dropping",
+        "moe_use_legacy_grouped_gemm",
         "mtp_num_layers",
         "multi_latent_attention",
         "no_rope_freq",
@@ -58,17 +75,20 @@ NOT_OVERRIDABLE = frozenset(
 """Fields that make another network, or another split of it, than the families and the resharding layouts know (beside those that are
 set from the model and the parallel section)."""
 
+LOAD_BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
+"""Values of ``moe_router_load_balancing_type`` that leave the routing as it is; "sinkhorn" routes differently in training."""
 
-def transformer_config(hf_config: Any, config: Config) -> TransformerConfig:
-    """The TransformerConfig of every role of this run that has ``hf_config``'s architecture.
 
-    ``ValueError`` for an architecture that is not supported, sizes that the meshes do not divide, and overrides that do
-    not exist.
+def transformer_config(network: NetworkShape, config: Config) -> TransformerConfig:
+    """The TransformerConfig of every role of this run that has this network.
+
+    ``ValueError`` for what would be computed differently, or not at all, and for overrides that do not exist.
     """
-    check_architecture(hf_config, config)
-    fixed = _architecture(hf_config) | _parallelism(config)
-    chosen = _computation(config)
+    check_architecture(network, config)
+    fixed = _architecture(network) | _parallelism(config)
+    chosen = _computation(network, config)
     overrides = _parse_overrides(config.model.transformer_overrides, fixed)
+    _check_expert_overrides(overrides)
     return TransformerConfig(**(fixed | chosen | overrides))
 
 
@@ -76,18 +96,6 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tp: int) -> int:
     """Rows of the trainer's embedding and output matrices: the next multiple of ``divisible_by`` x ``tp`` (Megatron's rule)."""
     multiple = divisible_by * tp
     return math.ceil(vocab_size / multiple) * multiple
-
-
-def head_dim(hf_config: Any) -> int:
-    """Width of an attention head: the config's own word where it has one, hidden / heads otherwise."""
-    explicit = getattr(hf_config, "head_dim", None)
-    return explicit if explicit is not None else hf_config.hidden_size // hf_config.num_attention_heads
-
-
-def num_kv_heads(hf_config: Any) -> int:
-    """Key/value heads (query groups); all heads where the config does not say."""
-    explicit = getattr(hf_config, "num_key_value_heads", None)
-    return explicit if explicit is not None else hf_config.num_attention_heads
 
 
 def transformer_impl(config: Config) -> Literal["local", "transformer_engine"]:
@@ -103,98 +111,78 @@ def transformer_impl(config: Config) -> Literal["local", "transformer_engine"]:
     return "transformer_engine"
 
 
-def rope_parameters(hf_config: Any) -> dict[str, Any]:
-    """The RoPE block in the form of transformers 5, from whichever form the config has: at least rope_type and rope_theta."""
-    block = dict(getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {})
-    block.setdefault("rope_type", block.get("type", "default"))
-    if "rope_theta" not in block:
-        block["rope_theta"] = getattr(hf_config, "rope_theta", None) or 10000.0
-    return block
-
-
-def rope_inverse_frequencies(hf_config: Any) -> Tensor:
-    """[head_dim / 2] fp32: theta^(-2i / head_dim), scaled as the config's rope_type says.
+def rope_inverse_frequencies(network: NetworkShape) -> Tensor:
+    """[head_dim / 2] fp32: theta^(-2i / head_dim), scaled as the network's rope_type says.
 
     linear divides all by ``factor``. llama3 (Llama 3.1) keeps wavelengths below original_max / high_freq_factor, divides
     those above original_max / low_freq_factor, and blends between.
     """
-    block, width = rope_parameters(hf_config), head_dim(hf_config)
-    frequencies = 1.0 / block["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width)
-    if block["rope_type"] == "default":
+    block, width = dict(network.rope_scaling), network.head_dim
+    rope_type = block.get("rope_type", "default")
+    frequencies = 1.0 / network.rope_theta ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width)
+    if rope_type == "default":
         return frequencies
-    if block["rope_type"] == "linear":
-        return frequencies / block["factor"]
-    if block["rope_type"] != "llama3":
-        raise ValueError(f"rope_type {block['rope_type']!r} is not supported: use a model with default, linear or llama3")
-    low, high = block["low_freq_factor"], block["high_freq_factor"]
-    turns = block["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    if rope_type == "linear":
+        return frequencies / float(block["factor"])
+    if rope_type != "llama3":
+        raise ValueError(f"rope_type {rope_type!r} is not supported: use a model with default, linear or llama3")
+    low, high = float(block["low_freq_factor"]), float(block["high_freq_factor"])
+    turns = float(block["original_max_position_embeddings"]) * frequencies / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return kept * frequencies + (1 - kept) * frequencies / block["factor"]
+    return kept * frequencies + (1 - kept) * frequencies / float(block["factor"])
 
 
-def check_architecture(hf_config: Any, config: Config) -> None:
-    """Refuse, by name, what would be computed differently from Hugging Face."""
-    family = hf_config.model_type
-    if family not in FAMILIES:
-        raise ValueError(f"model_type {family!r} is not supported by the Megatron backend; supported: {', '.join(FAMILIES)}")
-    if hf_config.hidden_act != "silu":
-        raise ValueError(f"hidden_act {hf_config.hidden_act!r} is not supported: the {family} family is computed with silu")
-    for name in ("attention_bias", "mlp_bias"):
-        if getattr(hf_config, name, False):
-            raise ValueError(f"{name} = true in the config of this {family} model is not supported")
-    if rope_parameters(hf_config).get("partial_rotary_factor", 1.0) != 1.0:
+def check_architecture(network: NetworkShape, config: Config) -> None:
+    """``ValueError`` for what would be computed differently from Hugging Face, or not at all."""
+    if dict(network.rope_scaling).get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("a partial_rotary_factor other than 1 is not supported")
-    window = getattr(hf_config, "sliding_window", None)
-    uses_window = family == "mistral" or getattr(hf_config, "use_sliding_window", False)
-    if window is not None and uses_window and window < config.max_model_len:
+    if network.sliding_window is not None and network.sliding_window < config.max_model_len:
         raise ValueError(
-            f"the model attends to {window} tokens at most (sliding_window), but prompt plus response may have "
-            f"{config.max_model_len}: set max_model_len to {window} or less"
+            f"the model attends to {network.sliding_window} tokens at most (sliding_window), but prompt plus response may have "
+            f"{config.max_model_len}: set max_model_len to {network.sliding_window} or less"
         )
-    _check_divisibility(hf_config, config)
-    rope_inverse_frequencies(hf_config)
-
-
-def _check_divisibility(hf_config: Any, config: Config) -> None:
-    parallel = config.parallel
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    chunks = pp * (parallel.virtual_pipeline_model_parallel_size or 1)
-    if hf_config.num_hidden_layers % chunks:
+    rope_inverse_frequencies(network)
+    if network.num_experts_per_tok == 1 and network.norm_topk_prob:
         raise ValueError(
-            f"{hf_config.num_hidden_layers} layers (num_hidden_layers) do not split into {chunks} pipeline chunks "
-            "(pipeline_model_parallel_size x virtual_pipeline_model_parallel_size)"
+            f"a {network.family} model with num_experts_per_tok = 1 whose weights are made to sum to 1 weighs its expert by 1 whatever the "
+            "router says: the router could not learn, and megatron-core does not compute it"
         )
-    for name, size in (
-        ("num_attention_heads", hf_config.num_attention_heads),
-        ("intermediate_size", hf_config.intermediate_size),
-        ("hidden_size", hf_config.hidden_size),
-    ):
-        if size % tp:
-            raise ValueError(f"{name} {size} is not a multiple of tensor_model_parallel_size {tp}")
-    groups = num_kv_heads(hf_config)
-    if groups % tp and tp % groups:
-        raise ValueError(f"of {groups} key/value heads and tensor_model_parallel_size {tp} neither divides the other")
+    tp = config.parallel.tensor_model_parallel_size
+    if network.experts is not None and tp > 1 and not config.parallel.sequence_parallel:
+        # Without it every tensor-parallel rank would send all tokens to the experts; megatron-core refuses that in training.
+        raise ValueError(
+            f"a mixture of experts ({network.family}) with tensor_model_parallel_size = {tp} needs sequence_parallel: set it to true"
+        )
 
 
-def _architecture(hf_config: Any) -> dict[str, Any]:
-    return {
-        "num_layers": hf_config.num_hidden_layers,
-        "hidden_size": hf_config.hidden_size,
-        "ffn_hidden_size": hf_config.intermediate_size,
-        "num_attention_heads": hf_config.num_attention_heads,
-        "num_query_groups": num_kv_heads(hf_config),
-        "kv_channels": head_dim(hf_config),
+def _architecture(network: NetworkShape) -> dict[str, Any]:
+    found = {
+        "num_layers": network.num_layers,
+        "hidden_size": network.hidden_size,
+        "ffn_hidden_size": network.intermediate_size,
+        "num_attention_heads": network.num_attention_heads,
+        "num_query_groups": network.num_key_value_heads,
+        "kv_channels": network.head_dim,
         "normalization": "RMSNorm",
-        "layernorm_epsilon": hf_config.rms_norm_eps,
+        "layernorm_epsilon": network.rms_norm_eps,
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "add_bias_linear": False,
-        "add_qkv_bias": hf_config.model_type == "qwen2",
-        "qk_layernorm": hf_config.model_type == "qwen3",
+        "add_qkv_bias": network.has_qkv_bias,
+        "qk_layernorm": network.has_qk_norm,
         # Off whatever the Hugging Face config says: see the module's docstring.
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
+    if network.experts is not None:
+        found |= {
+            "num_moe_experts": network.num_experts,
+            "moe_ffn_hidden_size": network.intermediate_size,
+            "moe_router_topk": network.num_experts_per_tok,
+            # Softmax over the chosen experts alone is softmax over all of them, made to sum to 1 over the chosen.
+            "moe_router_pre_softmax": not network.norm_topk_prob,
+        }
+    return found
 
 
 def _parallelism(config: Config) -> dict[str, Any]:
@@ -210,10 +198,13 @@ def _parallelism(config: Config) -> dict[str, Any]:
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "pipeline_dtype": dtype,
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        # Routers read it when they are built. The sum of a loss over tokens is divided by their global number at the end.
+        "calculate_per_token_loss": True,
     }
 
 
-def _computation(config: Config) -> dict[str, Any]:
+def _computation(network: NetworkShape, config: Config) -> dict[str, Any]:
     """How things are computed: defaults that ``transformer_overrides`` may change."""
     on_cpu = not device.has_cuda()
     settings: dict[str, Any] = {
@@ -234,7 +225,23 @@ def _computation(config: Config) -> dict[str, Any]:
         settings["recompute_granularity"] = granularity
     if granularity == "full":
         settings |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    if network.experts is not None:
+        settings |= _expert_computation(settings["transformer_impl"])
     return settings
+
+
+def _expert_computation(impl: str) -> dict[str, Any]:
+    return {
+        # No token is dropped, and ranks may hold different numbers of tokens.
+        "moe_token_dispatcher_type": "alltoall",
+        # Transformer Engine's experts of a layer are one module with one kernel; the others are computed one after the other.
+        "moe_grouped_gemm": impl == "transformer_engine",
+        "moe_router_dtype": "fp32",
+        # PPO's loss alone. To keep experts busy evenly, override both; the auxiliary loss is then added for all positions, prompts and
+        # padding among them, and weighs more the fewer of them are trained on.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
 
 
 # -- transformer_overrides --------------------------------------------------------------------------------------------
@@ -254,6 +261,21 @@ def _parse_overrides(overrides: dict[str, str], fixed: dict[str, Any]) -> dict[s
             raise ValueError(f"transformer_overrides: {name} follows from the model or from another field, and cannot be overridden")
         parsed[name] = _parse(name, text, hints[name])
     return parsed
+
+
+def _check_expert_overrides(overrides: dict[str, Any]) -> None:
+    dispatcher = overrides.get("moe_token_dispatcher_type", "alltoall")
+    if dispatcher == "allgather":
+        raise ValueError(
+            "transformer_overrides: moe_token_dispatcher_type = allgather wants the same number of tokens on every rank, but rows differ "
+            "in length; take alltoall or flex"
+        )
+    balancing = overrides.get("moe_router_load_balancing_type", "none")
+    if balancing not in LOAD_BALANCING:
+        raise ValueError(
+            f"transformer_overrides: moe_router_load_balancing_type = {balancing!r} would route differently in training than in scoring, "
+            f"or is unknown; take one of {', '.join(LOAD_BALANCING)}"
+        )
 
 
 def _parse(name: str, text: str, hint: Any) -> Any:

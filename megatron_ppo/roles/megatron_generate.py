@@ -42,17 +42,19 @@ def generate(
 ) -> list[Completion]:
     """One response to each prompt, the same list on every rank of the model. ``chunks`` are this stage's, in order.
 
-    Collective over the ranks of one data-parallel replica. Log-probs are of the full distribution at the sampling temperature,
-    whatever top_p and top_k left out. Rows that have ended leave the batch.
+    Collective over the ranks of one data-parallel replica; over the whole training mesh where experts are spread over ranks, because
+    replicas then compute each other's tokens. Log-probs are of the full distribution at the sampling temperature, whatever top_p and
+    top_k left out. Rows that have ended leave the batch.
     """
     _check(prompts, sampling, seeds)
+    idle = _Request([0], torch.Generator())
     requests = [_Request(list(prompt), torch.Generator().manual_seed(seed)) for prompt, seed in zip(prompts, seeds, strict=True)]
     for _ in range(sampling.max_response_length):
         active = [request for request in requests if not request.finished]
-        if not active:
+        if not _anyone(chunks, bool(active)):
             break
-        tokens, log_probs = _next_tokens(chunks, active, sampling)
-        for request, token, log_prob in zip(active, tokens, log_probs, strict=True):
+        tokens, log_probs = _next_tokens(chunks, active or [idle], sampling)
+        for request, token, log_prob in zip(active, tokens, log_probs, strict=bool(active)):
             request.tokens.append(token)
             request.response.append(token)
             request.log_probs.append(log_prob)
@@ -86,6 +88,15 @@ def _check(prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence
         raise ValueError("an empty prompt gives the model nothing to continue: begin it with the BOS token")
     if not sampling.temperature > 0 or not sampling.top_p > 0:
         raise ValueError(f"temperature {sampling.temperature} and top_p {sampling.top_p} must be above 0 (or take greedy)")
+
+
+def _anyone(chunks: Sequence[MegatronActorCritic], active: bool) -> bool:
+    """Whether a pass has to be made: by this replica for itself, or for experts of its own that others ask for."""
+    if chunks[0].config.expert_model_parallel_size == 1:
+        return active
+    flag = torch.tensor([int(active)], device=device.device())
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)
 
 
 def _next_tokens(chunks: Sequence[MegatronActorCritic], requests: Sequence[_Request], sampling: Sampling) -> tuple[list[int], list[float]]:

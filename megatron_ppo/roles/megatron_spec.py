@@ -40,13 +40,15 @@ def block_spec(config: TransformerConfig, vp_stage: int | None, pp_rank: int) ->
     if config.transformer_impl == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm
 
-        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
+        )
         return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)
     return TransformerBlockSubmodules(layer_specs=[_local_layer_spec(config)] * num_layers, layer_norm=RMSNorm)
 
 
 def _local_layer_spec(config: TransformerConfig) -> ModuleSpec:
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
