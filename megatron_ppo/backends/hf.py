@@ -1,13 +1,14 @@
 """Generation with the Hugging Face model itself: an inference backend for machines without vLLM, and an oracle for vLLM.
 
 Steps 1 and 2 of an iteration, like ``vllm.py``, with the same meaning of every sampling field, the same log-probabilities and the same
-checks; seeded draws differ, because vLLM draws by another method. Parameters keep their Hugging Face names and full shapes: a
-replica is one rank. Left out: tensor parallelism, continuous batching (all requests of a call are one batch).
+checks; seeded draws differ, because vLLM draws by another method. Parameters are whole, under their Hugging Face names (a layer's experts
+stacked, as ``hf_layout`` says): a replica is one rank. Left out: tensor parallelism, continuous batching (all requests of a call are one
+batch).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from megatron_ppo.backends.base import InferenceBackend
 from megatron_ppo.backends.inference_checks import check_complete, check_layout, check_requests, forget_weights
 from megatron_ppo.config import Config
 from megatron_ppo.families import network_shape
+from megatron_ppo.resharding.layout import box_shape, view
 from megatron_ppo.resharding.vllm_layout import hf_layout
 from megatron_ppo.roles.actor_critic import ActorCritic
 from megatron_ppo.types import Completion, Sampling
@@ -37,6 +39,10 @@ class HFBackend(InferenceBackend):
                 "set it to 1, or use rollout_backend = vllm"
             )
         del seed
+        if config.parallel.rollout_expert_parallel:
+            raise ValueError(
+                "rollout_expert_parallel shares experts among ranks, but a replica of rollout_backend = hf is one rank; leave it out"
+            )
         self._max_model_len = config.max_model_len
         self._has_weights = load_weights
         dtype = getattr(torch, config.rollout.rollout_dtype)
@@ -56,30 +62,34 @@ class HFBackend(InferenceBackend):
         return self._live_actor.generate(prompts, sampling, seeds)
 
     def weights(self) -> dict[str, Tensor]:
-        """Live parameters by Hugging Face name; a tied head appears once, as the embedding."""
+        """Live parameters by transformers' name, experts stacked; a tied head appears once, as the embedding."""
         return {name: parameter.data for name, parameter in self._live_actor.model.named_parameters()}
 
     def shard_bytes(self) -> int:
         """Bytes of the whole model; there is no padding here."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.weights().values())
 
-    def load_hf_weights(self, weights: Sequence[tuple[str, Tensor]]) -> None:
-        """Copy all Hugging Face tensors by name; a tied head that is listed too is left out.
+    def load_hf_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy all tensors of a Hugging Face checkpoint by name; a tied head that is listed too is left out.
 
-        ``ValueError`` for an unknown name or another shape, ``RuntimeError`` with names where a tensor was missing.
+        Experts come one by one, as checkpoints hold them, and are stacked here. ``ValueError`` for an unknown name or another shape,
+        ``RuntimeError`` with names where a tensor was missing.
         """
-        forget_weights(self.weights(), self._layout)
         own = self.weights()
+        forget_weights(own, self._layout)
         aliases = {name for name, _ in self._live_actor.model.named_parameters(remove_duplicate=False)} - own.keys()
+        places = {block.name: block for block in self._layout.blocks}
         for name, tensor in weights:
-            if name in aliases:
-                continue
-            if name not in own:
+            place = places.get(name)
+            if place is None:
+                if name in aliases:
+                    continue
                 raise ValueError(f"the model has no weight called {name!r}")
-            if own[name].shape != tensor.shape:
-                raise ValueError(f"{name} has shape {list(own[name].shape)} in the model, but {list(tensor.shape)} was given")
-            own[name].copy_(tensor)
-        check_complete(self.weights())
+            if tuple(tensor.shape) != box_shape(place.canonical):
+                wanted = list(box_shape(place.canonical))
+                raise ValueError(f"{name} has shape {wanted} in the model, but {list(tensor.shape)} was given")
+            view(own[place.parameter], place.local).copy_(tensor)
+        check_complete(own)
 
     def after_weight_update(self) -> None:
         """There is no cache between calls. The first call proves that no parameter was left without weights (``RuntimeError``)."""

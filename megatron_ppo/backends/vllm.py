@@ -5,8 +5,8 @@ the old ones, then ``generate`` samples. Token ids go in and token ids come out;
 
 vLLM runs as one program on every rank of the replica ("external launcher"): the rollout mesh's default process group exists before the
 engine is built (``world.py``), and vLLM takes every further group of ``rollout_tensor_parallel_size`` ranks as an independent replica.
-All that touches vLLM's internals stands in this file, and vllm is imported only when an engine is built. Left out: rewards, prompts,
-how weights travel (``resharding/``), and which replica answers which prompt (``rollout_engine.py``).
+All that touches vLLM's internals stands in this file and in ``vllm_experts.py``, and vllm is imported only when an engine is built. Left
+out: rewards, prompts, how weights travel (``resharding/``), and which replica answers which prompt (``rollout_engine.py``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import logging
 import os
 import secrets
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,10 +27,11 @@ from torch import Tensor, nn
 
 from megatron_ppo.backends.base import InferenceBackend
 from megatron_ppo.backends.inference_checks import check_complete, check_layout, check_requests, forget_weights
+from megatron_ppo.backends.vllm_experts import check_experts, expert_options, plain_cpu_experts
 from megatron_ppo.config import Config
 from megatron_ppo.device import has_cuda, preserved_global_state
 from megatron_ppo.families import network_shape
-from megatron_ppo.resharding.vllm_layout import check_vllm, vllm_layout
+from megatron_ppo.resharding.vllm_layout import check_vllm, held_experts, vllm_layout
 from megatron_ppo.types import Completion, Sampling
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ _NOISE = (
     "Using None for EOS token id",
     "Unknown vLLM environment variable detected: VLLM_DIST_IDENT",  # vLLM's own, at the second engine of a process
     "Kernel vllm.",  # "is already registered", likewise
+    "Attempted to load weight",  # of another dtype than the parameter: its loader casts, as it should
 )
 """Beginnings of vLLM's warnings that are of its own making or follow from how it is used here."""
 
@@ -71,7 +73,8 @@ class VLLMBackend(InferenceBackend):
             raise RuntimeError("vLLM needs the rollout mesh's default process group: initialise it before the engine is built")
         # A path that does not exist would be taken for the name of a model on a hub: the folder is read first.
         network, tp_size = network_shape(config.model.model_path), config.parallel.rollout_tensor_parallel_size
-        check_vllm(network, tp_size)
+        expert_parallel = config.parallel.rollout_expert_parallel
+        check_vllm(network, tp_size, expert_parallel)
         self._max_model_len = config.max_model_len
         self._has_weights = load_weights
         on_cpu = not has_cuda()
@@ -98,9 +101,12 @@ class VLLMBackend(InferenceBackend):
                 enable_prefix_caching=True,
                 logprobs_mode="processed_logprobs",  # of the distribution that is drawn from, temperature included
                 generation_config="vllm",  # not the folder's sampling defaults: the run's configuration is the only source
+                **expert_options(network, expert_parallel=expert_parallel, on_cpu=on_cpu),
             )
         self._check_peers(f"engine seed {seed}")
-        self._layout = vllm_layout(network, tensor_parallel_size=tp_size, tp_rank=_tp_group().rank_in_group)
+        rank = _tp_group().rank_in_group
+        self._layout = vllm_layout(network, tensor_parallel_size=tp_size, tp_rank=rank, expert_parallel=expert_parallel)
+        check_experts(self._model, held_experts(network, tp_size, rank, expert_parallel), on_cpu=on_cpu)
         check_layout(self.weights(), self._layout, getattr(torch, config.rollout.rollout_dtype))
         if not load_weights:
             forget_weights(self.weights(), self._layout)
@@ -140,7 +146,7 @@ class VLLMBackend(InferenceBackend):
                 sizes[id(weight)] = module.shard_indices.num_org_elements * weight.shape[1] * weight.element_size()
         return sum(sizes.values())
 
-    def load_hf_weights(self, weights: Sequence[tuple[str, Tensor]]) -> None:
+    def load_hf_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """vLLM's own loader, given all Hugging Face tensors, full, by name; every rank cuts out its part.
 
         ``RuntimeError`` with names where a tensor was missing. Call ``after_weight_update`` after it, as after any update.
@@ -240,6 +246,7 @@ def _start_up(on_cpu: bool) -> Iterator[None]:
         if on_cpu:
             stack.enter_context(_without_compiler())
             stack.enter_context(_plain_cpu_linear())
+            stack.enter_context(plain_cpu_experts(_linear))
             stack.enter_context(_unbound_memory())
             stack.enter_context(_private_shared_memory())
         try:

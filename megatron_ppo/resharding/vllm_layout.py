@@ -22,6 +22,8 @@ from megatron_ppo.resharding.layout_builder import LayoutBuilder, padded_rows
 
 VOCAB_MULTIPLE = 64
 """vLLM's DEFAULT_VOCAB_PADDING_SIZE."""
+FEWER_RANKS_THAN_EXPERTS = frozenset({"qwen3_moe"})
+"""Families of which vLLM refuses more ranks than experts even where every rank holds a slice of each."""
 
 
 def vllm_layout(network: NetworkShape, *, tensor_parallel_size: int, tp_rank: int, expert_parallel: bool = False) -> RankLayout:
@@ -46,6 +48,15 @@ def vllm_layout(network: NetworkShape, *, tensor_parallel_size: int, tp_rank: in
     if not network.tied:
         builder.vocabulary(LM_HEAD, LM_HEAD, tp_rank, rows)
     return builder.build()
+
+
+def held_experts(network: NetworkShape, tensor_parallel_size: int, tp_rank: int, expert_parallel: bool) -> range:
+    """Global numbers of the experts of which the rank holds anything, in their order on it; empty for a dense family."""
+    if not expert_parallel:
+        return range(network.num_experts)
+    base, more = divmod(network.num_experts, tensor_parallel_size)
+    first = tp_rank * base + min(tp_rank, more)
+    return range(first, first + base + (tp_rank < more))
 
 
 def hf_layout(network: NetworkShape, head: Head = "lm") -> RankLayout:
@@ -87,16 +98,15 @@ def vllm_faults(network: NetworkShape, tensor_parallel_size: int, expert_paralle
         yield f"{heads} attention heads are not a multiple of rollout_tensor_parallel_size = {tp}; it may be one of {good}"
     elif kv_heads % tp and tp % kv_heads:
         yield (
-            f"{kv_heads} key/value heads and rollout_tensor_parallel_size = {tp}: one must be a multiple of the other; "
-            "choose another size"
+            f"{kv_heads} key/value heads and rollout_tensor_parallel_size = {tp}: one must be a multiple of the other; choose another size"
         )
     padded = padded_rows(network.vocab_size, VOCAB_MULTIPLE)
     if padded % tp:
         yield f"vocab_size {network.vocab_size}, padded to {padded} rows, is not a multiple of rollout_tensor_parallel_size = {tp}"
     if expert_parallel and network.experts is None:
         yield f"rollout_expert_parallel is set, but {network.family} is a dense family without experts; leave it out"
-    elif expert_parallel and network.num_experts < tp:
-        yield f"{network.num_experts} experts are less than rollout_tensor_parallel_size = {tp}, which shares them out; lower it"
+    elif network.experts is not None and network.num_experts < tp and (expert_parallel or network.family in FEWER_RANKS_THAN_EXPERTS):
+        yield f"{network.num_experts} experts are fewer than rollout_tensor_parallel_size = {tp}; lower it to {network.num_experts} or less"
     elif not expert_parallel and network.intermediate_size % tp:
         name = "intermediate_size" if network.experts is None else network.experts.width_key
         yield f"{name} {network.intermediate_size} is not a multiple of rollout_tensor_parallel_size = {tp}; choose a divisor of it"
@@ -132,13 +142,9 @@ def _add_experts(builder: LayoutBuilder, network: NetworkShape, tp: int, tp_rank
     assert network.experts is not None
     block = f"{prefix}{network.experts.block}."
     builder.whole(f"{block}gate.weight", f"{block}gate.weight")
-    if expert_parallel:
-        base, more = divmod(network.num_experts, tp)
-        first = tp_rank * base + min(tp_rank, more)
-        held, part = range(first, first + base + (tp_rank < more)), (0, network.intermediate_size)
-    else:
-        width = network.intermediate_size // tp
-        held, part = range(network.num_experts), (tp_rank * width, (tp_rank + 1) * width)
+    held = held_experts(network, tp, tp_rank, expert_parallel)
+    width = network.intermediate_size if expert_parallel else network.intermediate_size // tp
+    part = (0, width) if expert_parallel else (tp_rank * width, (tp_rank + 1) * width)
     names = (f"{block}experts.routed_experts.w13_weight", f"{block}experts.routed_experts.w2_weight")
     _stack_experts(builder, network, block, held, part, *names)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from megatron_ppo.families import LM_HEAD, canonical_tensors, network_shape
 from megatron_ppo.roles.base import ActorRole, CriticRole
 from megatron_ppo.roles.logits import log_probs_and_entropy
 from megatron_ppo.types import Completion, MicroBatch, RoleOutput, Sampling
@@ -150,14 +151,28 @@ def load_causal_lm(folder: Path | str, *, dtype: torch.dtype, trust_remote_code:
     """
     if not (Path(folder) / "config.json").is_file():
         raise ValueError(f"{str(folder)!r} has no config.json: a folder in Hugging Face format is needed")
-    with _quiet():
-        model, report = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=dtype, trust_remote_code=trust_remote_code, local_files_only=True, output_loading_info=True
-        )
+    try:
+        with _quiet():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                str(folder), dtype=dtype, trust_remote_code=trust_remote_code, local_files_only=True, output_loading_info=True
+            )
+    except RuntimeError as error:  # transformers stacks experts, and cannot where one is missing or has another shape
+        fault = _absent_weights(folder) or str(error)
+        raise ValueError(f"{str(folder)!r} cannot be loaded: {fault}. Copy the checkpoint again, or check its config.json") from error
     missing = sorted(name for name in report["missing_keys"] if not name.startswith("lm_head."))
     if missing:
         raise ValueError(f"the checkpoint in {str(folder)!r} lacks {len(missing)} weight(s) of the model, among them {missing[:5]}")
     return model.eval()
+
+
+def _absent_weights(folder: Path | str) -> str:
+    """What config.json describes and no file holds, in words; empty where nothing is absent."""
+    found: set[str] = set()
+    for path in Path(folder).glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found |= set(file.keys())
+    absent = [tensor.name for tensor in canonical_tensors(network_shape(folder)) if tensor.name not in found | {LM_HEAD}]
+    return f"its files lack {len(absent)} weight(s) of the model, among them {absent[:5]}" if absent else ""
 
 
 def read_weight(folder: Path | str, name: str) -> Tensor | None:

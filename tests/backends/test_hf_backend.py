@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from toy_models import make_toy
 from transformers import AutoModelForCausalLM
+from vllm_support import mean_error, write
 
 from megatron_ppo.backends.hf import HFBackend
 from megatron_ppo.backends.inference_checks import check_layout
 from megatron_ppo.config import Config
+from megatron_ppo.families import network_shape
 from megatron_ppo.resharding.layout import RankLayout
+from megatron_ppo.resharding.vllm_layout import hf_layout
 from megatron_ppo.types import Sampling
 
 PROMPTS = [[1, 5, 7], [3, 2, 5, 6, 7, 8], [9], list(range(11, 21))]
@@ -128,6 +132,42 @@ def test_the_loader_refuses_what_it_cannot_place(folder: Path) -> None:
         backend.load_hf_weights(list((state | {"model.norm.weight": torch.zeros(65)}).items()))
     with pytest.raises(RuntimeError, match="lm_head"):
         backend.load_hf_weights([(name, tensor) for name, tensor in state.items() if name != "lm_head.weight"])
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_are_stacked_as_transformers_does_and_stay_live(family: str, tmp_path: Path) -> None:
+    """From a checkpoint's tensors, one an expert; then another model's, in place and by the planned layout."""
+    folder, other = (make_toy(tmp_path / str(seed), family, num_experts=5, seed=seed) for seed in (0, 1))
+    backend, tensors = HFBackend(config(folder), seed=1), load_file(folder / "model.safetensors")
+    backend.load_hf_weights(tensors.items())
+    backend.after_weight_update()
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    live = backend.weights()
+    assert live["model.layers.0.mlp.experts.gate_up_proj"].shape == (5, 192, 64) and len(live) == len(dict(model.named_parameters()))
+    assert all(torch.equal(tensor, model.get_parameter(name)) for name, tensor in live.items())
+    assert backend.shard_bytes() == sum(4 * tensor.numel() for tensor in tensors.values())
+    changed = load_file(other / "model.safetensors")
+    write(backend, changed, hf_layout(network_shape(folder)))
+    model = AutoModelForCausalLM.from_pretrained(other)
+    responses = backend.generate(PROMPTS, SAMPLING, SEEDS)
+    assert mean_error(model, PROMPTS, responses, SAMPLING) < 1e-5
+    for prompt, seed, response in zip(PROMPTS, SEEDS, responses, strict=True):
+        assert backend.generate([prompt], SAMPLING, [seed])[0].token_ids == response.token_ids
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_the_loader_names_what_lacks_of_an_expert(family: str, tmp_path: Path) -> None:
+    folder = make_toy(tmp_path / "whole", family, num_layers=1)
+    backend, tensors = HFBackend(config(folder), seed=1), load_file(folder / "model.safetensors")
+    gone = next(name for name in tensors if ".experts.3." in name)
+    with pytest.raises(RuntimeError, match=r"1 parameter.*layers\.0\.mlp\.experts\."):
+        backend.load_hf_weights([(name, tensor) for name, tensor in tensors.items() if name != gone])
+    with pytest.raises(ValueError, match=r"experts\.3.*has shape \[\d+, \d+\].*\[1\]"):
+        backend.load_hf_weights((tensors | {gone: torch.zeros(1)}).items())
+    with pytest.raises(ValueError, match=r"no weight called 'model\.layers\.0\.mlp\.experts\.gate_up_proj'"):
+        backend.load_hf_weights([("model.layers.0.mlp.experts.gate_up_proj", torch.zeros(4, 192, 64))])
+    with pytest.raises(ValueError, match="rollout_expert_parallel"):
+        HFBackend(config(folder, rollout_expert_parallel=True), seed=1)
 
 
 def test_bf16_weights_are_rounded_once(folder: Path) -> None:

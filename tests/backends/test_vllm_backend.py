@@ -17,22 +17,15 @@ import torch.distributed as dist
 from spawn import run_ranks
 from toy_models import make_toy
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from vllm_support import PROMPTS, SAMPLING, SEEDS, SIZES, engine_config, equal, hf_state, mean_error, refusal, write
 
 from megatron_ppo.backends.hf import HFBackend
 from megatron_ppo.backends.vllm import VLLMBackend
-from megatron_ppo.config import Config
 from megatron_ppo.families import network_shape
-from megatron_ppo.resharding.layout import view
 from megatron_ppo.resharding.vllm_layout import vllm_layout
-from megatron_ppo.roles.actor_critic import cut_logits
-from megatron_ppo.types import Completion, Sampling
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-SIZES: dict[str, Any] = {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "ffn": 96, "vocab_size": 130}
-PROMPTS = [[1, 5, 7], [3, 2, 5, 6, 7, 8], [9], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]]
-SEEDS = [101, 102, 103, 104]
-SAMPLING = Sampling(max_response_length=12)
 LONG_PROMPT = [(7 * i) % 130 for i in range(200)]
 """Longer than a block of vLLM's cache on a CPU, so that it is cached."""
 
@@ -40,45 +33,9 @@ LONG_PROMPT = [(7 * i) % 130 for i in range(200)]
 # -- what runs on the ranks -------------------------------------------------------------------------------------------
 
 
-def _config(folder: str, **fields: object) -> Config:
-    sizes = {"max_prompt_length": 220, "max_response_length": 12, "kv_cache_gib": 0.05}
-    return Config().replace(**{"model_path": folder, **sizes, **fields})
-
-
-def _state(folder: str, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    return dict(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict())
-
-
 def _write(backend: VLLMBackend, folder: str, tp_size: int, tp_rank: int) -> None:
     """Write the folder's weights into the live parameters by the planned layout, as a sync does."""
-    layout = vllm_layout(network_shape(folder), tensor_parallel_size=tp_size, tp_rank=tp_rank)
-    state, live = _state(folder), backend.weights()
-    for block in layout.blocks:
-        view(live[block.parameter], block.local).copy_(view(state[block.name], block.canonical))
-
-
-def _hf_log_probs(model: PreTrainedModel, prompt: list[int], ids: list[int], sampling: Sampling) -> torch.Tensor:
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].double()
-    if not sampling.greedy:
-        logits = torch.stack([cut_logits(row / sampling.temperature, sampling) for row in logits])
-    return logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
-
-
-def _mean_error(model: PreTrainedModel, prompts: list[list[int]], completions: list[Completion], sampling: Sampling) -> float:
-    errors = [
-        (_hf_log_probs(model, prompt, c.token_ids, sampling) - torch.tensor(c.log_probs).double()).abs()
-        for prompt, c in zip(prompts, completions, strict=True)
-    ]
-    return float(torch.cat(errors).mean())
-
-
-def _refusal(kind: type[Exception], function: Any, *args: Any) -> str:
-    try:
-        function(*args)
-    except kind as error:
-        return str(error)
-    return "not refused"
+    write(backend, hf_state(folder), vllm_layout(network_shape(folder), tensor_parallel_size=tp_size, tp_rank=tp_rank))
 
 
 def _random_state() -> tuple[Any, ...]:
@@ -89,15 +46,15 @@ def _observe_one(rank: int, world_size: int, folder: str, other: str, tied: str)
     dist.init_process_group("gloo")
     found: dict[str, Any] = {}
     before, classes = _random_state(), (torch.cuda.Event, torch.cuda.Stream, torch.set_num_threads)
-    backend = VLLMBackend(_config(folder), seed=5)
+    backend = VLLMBackend(engine_config(folder), seed=5)
     found["state kept by start"] = before == _random_state()
     found["classes kept"] = classes == (torch.cuda.Event, torch.cuda.Stream, torch.set_num_threads)
-    found["unsynced"] = _refusal(RuntimeError, backend.generate, PROMPTS, SAMPLING, SEEDS)
+    found["unsynced"] = refusal(RuntimeError, backend.generate, PROMPTS, SAMPLING, SEEDS)
     for name, tensor in backend.weights().items():
         if name != "model.layers.1.mlp.gate_up_proj.weight":
             tensor.zero_()
-    found["partial"] = _refusal(RuntimeError, backend.after_weight_update)
-    found["unsynced still"] = _refusal(RuntimeError, backend.generate, PROMPTS, SAMPLING, SEEDS)
+    found["partial"] = refusal(RuntimeError, backend.after_weight_update)
+    found["unsynced still"] = refusal(RuntimeError, backend.generate, PROMPTS, SAMPLING, SEEDS)
 
     _write(backend, folder, 1, 0)
     backend.after_weight_update()
@@ -106,20 +63,20 @@ def _observe_one(rank: int, world_size: int, folder: str, other: str, tied: str)
     found["first"] = backend.generate(PROMPTS, SAMPLING, SEEDS)
     found["state kept by generate"] = state == _random_state()
     _observe_log_probs(backend, model, found)
-    plain, greedy = HFBackend(_config(folder), seed=5, load_weights=True), replace(SAMPLING, greedy=True)
+    plain, greedy = HFBackend(engine_config(folder), seed=5, load_weights=True), replace(SAMPLING, greedy=True)
     found["greedy"] = backend.generate(PROMPTS, greedy, SEEDS), plain.generate(PROMPTS, greedy, SEEDS)
     _observe_seeds(backend, found)
     _observe_stops(backend, found)
     found["refusals"] = _observe_refusals(backend)
     found["bytes"] = backend.shard_bytes(), sum(t.numel() * 4 for t in model.state_dict().values())
     _observe_update(backend, model, other, found)
-    state_dict = _state(folder)
+    state_dict = hf_state(folder)
     del state_dict["model.layers.0.self_attn.k_proj.weight"]
-    found["loader without k_proj"] = _refusal(RuntimeError, backend.load_hf_weights, list(state_dict.items()))
+    found["loader without k_proj"] = refusal(RuntimeError, backend.load_hf_weights, list(state_dict.items()))
     backend.close()
     backend.close()
     found["default group lives"] = dist.is_initialized() and int(_all_reduced(1)) == 1
-    found["closed"] = _refusal(RuntimeError, backend.weights)
+    found["closed"] = refusal(RuntimeError, backend.weights)
     _observe_second_engine(tied, found)
     dist.destroy_process_group()
     return found
@@ -138,7 +95,7 @@ def _observe_log_probs(backend: VLLMBackend, model: PreTrainedModel, found: dict
     cases["top_p"] = replace(SAMPLING, top_p=0.6)
     cases["both"] = replace(SAMPLING, top_k=20, top_p=0.8)
     completions = {name: backend.generate(PROMPTS, sampling, SEEDS) for name, sampling in cases.items()}
-    found["errors"] = {name: _mean_error(model, PROMPTS, completions[name], cases[name]) for name in cases}
+    found["errors"] = {name: mean_error(model, PROMPTS, completions[name], cases[name]) for name in cases}
     found["lengths"] = {len(c.token_ids) == len(c.log_probs) for cs in completions.values() for c in cs}
     best = [
         int(model(torch.tensor([p + c.token_ids[:n]])).logits[0, -1].argmax())
@@ -180,37 +137,33 @@ def _observe_refusals(backend: VLLMBackend) -> dict[str, str]:
         "temperature": ([[1]], replace(SAMPLING, temperature=0.0), [1]),
         "budget": ([[1]], replace(SAMPLING, max_response_length=0), [1]),
     }
-    return {name: _refusal(ValueError, backend.generate, *arguments) for name, arguments in cases.items()}
+    return {name: refusal(ValueError, backend.generate, *arguments) for name, arguments in cases.items()}
 
 
 def _observe_update(backend: VLLMBackend, model: PreTrainedModel, other: str, found: dict[str, Any]) -> None:
     """Other weights in place: at once for new prompts; for a cached prompt only after the cache was reset."""
     other_model = AutoModelForCausalLM.from_pretrained(other)
-    found["old, cold"] = _mean_error(model, [LONG_PROMPT], backend.generate([LONG_PROMPT], SAMPLING, [7]), SAMPLING)
-    found["old, cached"] = _mean_error(model, [LONG_PROMPT], backend.generate([LONG_PROMPT], SAMPLING, [8]), SAMPLING)
+    found["old, cold"] = mean_error(model, [LONG_PROMPT], backend.generate([LONG_PROMPT], SAMPLING, [7]), SAMPLING)
+    found["old, cached"] = mean_error(model, [LONG_PROMPT], backend.generate([LONG_PROMPT], SAMPLING, [8]), SAMPLING)
     _write(backend, other, 1, 0)
-    found["new, short"] = _mean_error(other_model, PROMPTS, backend.generate(PROMPTS, SAMPLING, SEEDS), SAMPLING)
-    found["new, stale"] = _mean_error(other_model, [LONG_PROMPT], backend.generate([LONG_PROMPT], SAMPLING, [9]), SAMPLING)
+    found["new, short"] = mean_error(other_model, PROMPTS, backend.generate(PROMPTS, SAMPLING, SEEDS), SAMPLING)
+    found["new, stale"] = mean_error(other_model, [LONG_PROMPT], backend.generate([LONG_PROMPT], SAMPLING, [9]), SAMPLING)
     backend.after_weight_update()
-    found["new, reset"] = _mean_error(other_model, [LONG_PROMPT], backend.generate([LONG_PROMPT], SAMPLING, [9]), SAMPLING)
+    found["new, reset"] = mean_error(other_model, [LONG_PROMPT], backend.generate([LONG_PROMPT], SAMPLING, [9]), SAMPLING)
     by_layout = {name: tensor.clone() for name, tensor in backend.weights().items()}
-    backend.load_hf_weights(list(_state(other).items()))
-    found["layout is loader's"] = _equal(by_layout, backend.weights())
-
-
-def _equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    backend.load_hf_weights(list(hf_state(other).items()))
+    found["layout is loader's"] = equal(by_layout, backend.weights())
 
 
 def _observe_second_engine(folder: str, found: dict[str, Any]) -> None:
     """In the same process: a tied bf16 model whose weights vLLM loads itself."""
-    backend = VLLMBackend(_config(folder, rollout_dtype="bfloat16"), seed=6, load_weights=True)
+    backend = VLLMBackend(engine_config(folder, rollout_dtype="bfloat16"), seed=6, load_weights=True)
     own = {name: tensor.clone() for name, tensor in backend.weights().items()}
     completions = backend.generate(PROMPTS, SAMPLING, SEEDS)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    found["bf16 error"] = _mean_error(model, PROMPTS, completions, SAMPLING)
-    backend.load_hf_weights(list(_state(folder).items()))  # fp32 tensors, cast on the way
-    found["bf16 same"] = _equal(own, backend.weights())
+    found["bf16 error"] = mean_error(model, PROMPTS, completions, SAMPLING)
+    backend.load_hf_weights(list(hf_state(folder).items()))  # fp32 tensors, cast on the way
+    found["bf16 same"] = equal(own, backend.weights())
     found["bf16 names"] = "lm_head.weight" not in own and {t.dtype for t in own.values()} == {torch.bfloat16}
     distinct = sum(p.numel() * 2 for p in model.parameters())
     found["bf16 bytes"] = backend.shard_bytes(), distinct
@@ -222,7 +175,7 @@ def _observe_two(rank: int, world_size: int, folders: dict[str, str]) -> dict[st
     found: dict[str, Any] = {}
     for name, folder in folders.items():
         found[name] = _observe_tensor_parallel(rank, world_size, folder, with_peers=name == "llama")
-    replica = VLLMBackend(_config(folders["llama"]), seed=20 + rank)
+    replica = VLLMBackend(engine_config(folders["llama"]), seed=20 + rank)
     _write(replica, folders["llama"], 1, 0)
     replica.after_weight_update()
     mine = PROMPTS if rank == 0 else PROMPTS[::-1]
@@ -239,24 +192,24 @@ def _observe_two(rank: int, world_size: int, folders: dict[str, str]) -> dict[st
 def _observe_tensor_parallel(rank: int, size: int, folder: str, *, with_peers: bool = False) -> dict[str, Any]:
     """One replica over all ranks: layout against vLLM's own loader, and log-probs."""
     shared_memory = _shared_memory()
-    backend = VLLMBackend(_config(folder, rollout_world_size=size, rollout_tensor_parallel_size=size), seed=9)
+    backend = VLLMBackend(engine_config(folder, rollout_world_size=size, rollout_tensor_parallel_size=size), seed=9)
     _write(backend, folder, size, rank)
     backend.after_weight_update()
     by_layout = {name: tensor.clone() for name, tensor in backend.weights().items()}
-    backend.load_hf_weights(list(_state(folder).items()))
+    backend.load_hf_weights(list(hf_state(folder).items()))
     backend.after_weight_update()
     completions = backend.generate(PROMPTS, SAMPLING, SEEDS)
     model = AutoModelForCausalLM.from_pretrained(folder)
     found = {
-        "layout is loader's": _equal(by_layout, backend.weights()),
+        "layout is loader's": equal(by_layout, backend.weights()),
         "completions": completions,
-        "error": _mean_error(model, PROMPTS, completions, SAMPLING),
+        "error": mean_error(model, PROMPTS, completions, SAMPLING),
         "bytes": backend.shard_bytes(),
         "shared memory": _shared_memory() - shared_memory,
     }
     if with_peers:
-        found["peers"] = _refusal(RuntimeError, backend.generate, [[1, 2, 3 + rank]], SAMPLING, [1])
-        found["peers' seeds"] = _refusal(RuntimeError, backend.generate, [[1, 2, 3]], SAMPLING, [1 + rank])
+        found["peers"] = refusal(RuntimeError, backend.generate, [[1, 2, 3 + rank]], SAMPLING, [1])
+        found["peers' seeds"] = refusal(RuntimeError, backend.generate, [[1, 2, 3]], SAMPLING, [1 + rank])
         found["after refusal"] = backend.generate(PROMPTS, SAMPLING, SEEDS) == completions
     backend.close()
     return found

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from toy_models import make_toy
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
@@ -94,6 +95,38 @@ def test_models_that_bend_their_logits_are_refused(policy: Path) -> None:
     model.config.final_logit_softcapping = 30.0
     with pytest.raises(ValueError, match=r"final_logit_softcapping = 30\.0"):
         ActorCritic(model)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_mixtures_of_experts_as_actor_critic_and_reward_model(family: str, tmp_path: Path) -> None:
+    """Against transformers, padding included; gradients reach routers and stacked experts."""
+    policy, reward = make_toy(tmp_path / "policy", family), make_toy(tmp_path / "reward", family, score_head=True, seed=3)
+    actor, batch = ActorCritic.from_folder(policy, dtype=FP32, critic="shared"), batch_of([1, 5, 9, 3], [7] * 9, length=16, filler=99)
+    output = output_of(actor, batch)
+    logits = AutoModelForCausalLM.from_pretrained(policy)(torch.tensor([[1, 5, 9, 3]])).logits
+    expected = logits.log_softmax(-1)[0, :3].gather(-1, torch.tensor([[5], [9], [3]]))[:, 0]
+    torch.testing.assert_close(needed(output.log_probs)[0, :3], expected, atol=1e-5, rtol=0)
+    (needed(output.log_probs).sum() + needed(output.values).sum()).backward()
+    silent = [name for name, p in actor.named_parameters() if p.grad is None or not p.grad.any()]
+    assert silent == []
+    weight = load_file(reward / "model.safetensors")["score.weight"]
+    critic, single = Critic.from_folder(reward, dtype=FP32), batch_of([7, 8, 9, 2])
+    assert torch.equal(critic.score.weight, weight)
+    classifier = AutoModelForSequenceClassification.from_pretrained(reward)
+    scores = RewardRole.from_folder(reward, dtype=FP32).compute_scores(single)
+    assert float(scores[0]) == pytest.approx(classifier(single.tokens).logits[0, 0].item(), abs=1e-5)
+    assert float(critic.compute_values(single)[0, 3].detach()) == pytest.approx(float(scores[0]), abs=1e-5)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_a_checkpoint_that_lacks_an_experts_tensor_is_refused_by_name(family: str, tmp_path: Path) -> None:
+    folder = make_toy(tmp_path, family, num_layers=1)
+    tensors = load_file(folder / "model.safetensors")
+    gone = next(name for name in tensors if ".experts.1." in name)
+    del tensors[gone]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"lack 1 weight.*{re.escape(gone)}"):
+        ActorCritic.from_folder(folder, dtype=FP32)
 
 
 # -- sampling ---------------------------------------------------------------------------------------------------------
