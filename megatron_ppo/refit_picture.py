@@ -120,9 +120,9 @@ def _label(axes: Axes, senders: Sequence[RankRow], traffic: RefitTraffic) -> Non
     axes.set_yticks(rows, [str(senders[at].rank) for at in rows], fontsize=7)
     axes.set_xticks(columns, [str(receivers[at].rank) for at in columns], fontsize=7, rotation=90)
     stages = [row.place["pp"] for row in senders] if traffic.parallel.pipeline_model_parallel_size > 1 else []
-    for at, name in _spans(stages, height):
+    for at, name in _spans(stages, height, 0.16):
         axes.annotate(f"pp {name}", (0, at), (-38, 0), ("axes fraction", "data"), "offset points", ha="right", va="center", fontsize=7)
-    for at, name in _spans([row.place["replica"] for row in receivers], width):
+    for at, name in _spans([row.place["replica"] for row in receivers], width, 0.26):
         text = f"replica {name}" if width * traffic.replica_size / len(receivers) > 0.6 else str(name)
         axes.annotate(text, (at, 0), (0, -32), ("data", "axes fraction"), "offset points", ha="center", va="top", fontsize=7)
     some = len(senders) < len(traffic.training)
@@ -139,13 +139,13 @@ def _ticks(count: int, inches: float) -> list[int]:
     return list(range(0, count, step))
 
 
-def _spans(numbers: Sequence[int], inches: float) -> list[tuple[float, int]]:
-    """(middle, number) of each run of equal neighbours; some left out where they would touch."""
+def _spans(numbers: Sequence[int], inches: float, least: float) -> list[tuple[float, int]]:
+    """(middle, number) of each run of equal neighbours; some left out where there are less than ``least`` inches for each."""
     if not numbers:
         return []
     edges = [-0.5, *_borders(numbers), len(numbers) - 0.5]
     found = [((start + stop) / 2, numbers[int(start + 1)]) for start, stop in pairwise(edges)]
-    step = int(np.ceil(len(found) * 0.16 / inches))
+    step = int(np.ceil(len(found) * least / inches))
     return found[::step]
 
 
