@@ -20,7 +20,7 @@ Ranges = tuple[Range, ...]
 """One range a dim."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Block:
     """A box of one canonical tensor and the box of one local parameter that holds it, equal in shape dim by dim.
 
@@ -37,7 +37,7 @@ class Block:
     """Box in the local parameter."""
 
     def __post_init__(self) -> None:
-        if box_shape(self.local) != (1,) * (len(self.local) - len(self.canonical)) + box_shape(self.canonical):
+        if self.local is not self.canonical and not _equal_in_shape(self.canonical, self.local):
             raise ValueError(
                 f"block of {self.name}: canonical box {self.canonical} and box {self.local} of {self.parameter} differ in shape"
             )
@@ -62,13 +62,20 @@ class RankLayout:
 
 def box_shape(ranges: Ranges) -> tuple[int, ...]:
     """Extent along each dim."""
-    return tuple(stop - start for start, stop in ranges)
+    return tuple([stop - start for start, stop in ranges])
+
+
+def _equal_in_shape(canonical: Ranges, local: Ranges) -> bool:
+    lead = len(local) - len(canonical)
+    return box_shape(local) == (1,) * lead + box_shape(canonical) if lead else box_shape(local) == box_shape(canonical)
 
 
 def shifted(box: Ranges, origin: Ranges, target: Ranges) -> Ranges:
     """``box``, a part of ``origin``, at the same place in ``target``, which may have further dims in front."""
+    if box == origin:
+        return target
     lead = len(target) - len(origin)
-    return target[:lead] + tuple((t + a - o, t + b - o) for (a, b), (o, _), (t, _) in zip(box, origin, target[lead:], strict=True))
+    return target[:lead] + tuple([(t + a - o, t + b - o) for (a, b), (o, _), (t, _) in zip(box, origin, target[lead:], strict=True)])
 
 
 def view(tensor: Tensor, ranges: Ranges) -> Tensor:

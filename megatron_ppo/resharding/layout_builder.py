@@ -5,9 +5,10 @@ Used by ``megatron_layout.py`` and ``vllm_layout.py``, which know names and rule
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
-from megatron_ppo.families import CanonicalTensor
+from megatron_ppo.families import Head, NetworkShape, canonical_tensors
 from megatron_ppo.resharding.layout import Block, Range, Ranges, RankLayout, box_shape
 
 Piece = tuple[str, Range]
@@ -17,8 +18,8 @@ Piece = tuple[str, Range]
 class LayoutBuilder:
     """Collects the blocks and parameter shapes of one rank."""
 
-    def __init__(self, tensors: Iterable[CanonicalTensor]) -> None:
-        self._canonical = {tensor.name: tensor.shape for tensor in tensors}
+    def __init__(self, network: NetworkShape, head: Head = "lm") -> None:
+        self._canonical = _canonical_shapes(network, head)
         self._blocks: list[Block] = []
         self._shapes: dict[str, tuple[int, ...]] = {}
 
@@ -59,11 +60,10 @@ class LayoutBuilder:
         for number, pieces in enumerate(slots):
             row = 0
             for name, box in pieces:
-                size, *rest = box_shape(box)
-                local = ((number, number + 1), (row, row + size), *_full(tuple(rest)))
+                local = _slot_box(number, row, box)
                 self._blocks.append(Block(name, box, parameter, local))
-                row += size
-                shape = (row, *rest)
+                row = local[1][1]
+                shape = (row, *box_shape(local[2:]))
         self._add_parameter(parameter, (len(slots), *shape))
 
     def vocabulary(self, parameter: str, name: str, rank: int, rows_per_rank: int) -> None:
@@ -78,6 +78,19 @@ class LayoutBuilder:
     def _add_parameter(self, parameter: str, shape: tuple[int, ...]) -> None:
         assert parameter not in self._shapes, f"{parameter} was described twice"
         self._shapes[parameter] = shape
+
+
+@lru_cache(maxsize=4)
+def _canonical_shapes(network: NetworkShape, head: Head) -> Mapping[str, tuple[int, ...]]:
+    """Kept, because the layouts of a mesh are built one by one, and a large mixture has tens of thousands of tensors."""
+    return {tensor.name: tensor.shape for tensor in canonical_tensors(network, head)}
+
+
+@lru_cache(maxsize=4096)
+def _slot_box(number: int, row: int, box: Ranges) -> Ranges:
+    """Where a piece lies in a stack. Kept, because all layers are alike, and boxes that are one object take the memory of one."""
+    size, *rest = box_shape(box)
+    return ((number, number + 1), (row, row + size), *_full(tuple(rest)))
 
 
 def cut_pieces(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_ppo.families import EMBEDDING, FINAL_NORM, LM_HEAD, SCORE_HEAD, Head, NetworkShape, canonical_tensors
+from megatron_ppo.families import EMBEDDING, FINAL_NORM, LM_HEAD, SCORE_HEAD, Head, NetworkShape
 from megatron_ppo.resharding.layout import RankLayout
 from megatron_ppo.resharding.layout_builder import LayoutBuilder, Piece, cut_pieces, padded_rows
 from megatron_ppo.resharding.megatron_mesh import MegatronParallel, RankCoordinates, rank_coordinates, stage_layers
@@ -58,7 +58,7 @@ def megatron_layout(
     ep, expert_tp = parallel.expert_model_parallel_size, parallel.expert_tensor_size
     if not all(0 <= at < size for at, size in ((place.tp, tp), (place.pp, pp), (place.ep, ep), (place.expert_tp, expert_tp))):
         raise ValueError(f"no rank {place} in {parallel}")
-    rank = _Rank(LayoutBuilder(canonical_tensors(network, head)), network, parallel, place, transformer_engine_names)
+    rank = _Rank(LayoutBuilder(network, head), network, parallel, place, transformer_engine_names)
     stages = stage_layers(network.num_layers, parallel)
     for chunk in range(parallel.num_chunks):
         prefix = "" if parallel.virtual_pipeline_model_parallel_size is None else f"model{chunk}."
@@ -117,6 +117,11 @@ def _width_faults(network: NetworkShape, parallel: MegatronParallel) -> Iterator
             name, size = ("expert_model_parallel_size", ep) if ep > 1 else ("expert_tensor_parallel_size", expert_tp)
             yield f"{name} = {size}, but {network.family} is a dense family without experts; leave it out"
         return
+    if ep == 1 and expert_tp != tp:
+        yield (
+            f"expert_tensor_parallel_size = {expert_tp} differs from tensor_model_parallel_size = {tp}, which needs "
+            "expert_model_parallel_size > 1: megatron-core 0.16.1 would add up the experts' gradients over the wrong ranks"
+        )
     if network.num_experts % ep:
         yield f"{network.num_experts} experts are not a multiple of expert_model_parallel_size = {ep}; choose a divisor"
     if width % expert_tp:

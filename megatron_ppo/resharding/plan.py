@@ -18,16 +18,16 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from megatron_ppo.resharding.boxes import box_text, divide, intersect, overlapping_pairs, subtract, volume
 from megatron_ppo.resharding.layout import Block, Ranges, RankLayout, shifted
+from megatron_ppo.resharding.source_choice import StreamSize, choose_sources
 
 TRAINER_ONLY = frozenset({"score.weight"})
 """Canonical tensors that a trainer may hold and no rollout engine wants: the value head."""
-_SLACK = 64
-"""The busiest sender may exceed the least possible by one part in so many where that saves groups: norms are not worth communicators."""
 _SHOWN = 8
 """How many faults an error names before it only counts."""
 
@@ -85,9 +85,16 @@ class RankTraffic:
     """What one rank moves in one sync. A broadcast counts once at its source, however many replicas listen."""
 
     bytes_sent: int = 0
+    """A rank that is also a destination of its own group sends itself those bytes: they count on both sides, as in the executor."""
     bytes_received: int = 0
     num_groups: int = 0
+    """Process groups the rank belongs to: a group of one rank, which is a local copy, needs none."""
+    num_messages: int = 0
+    """Broadcasts over those groups."""
+    num_buckets: int = 0
+    """Buckets that the rank packs or unpacks: the messages, and the buckets of local copies."""
     num_transfers: int = 0
+    """Boxes."""
 
 
 @dataclass(frozen=True)
@@ -105,17 +112,25 @@ class ReshardPlan:
         """Groups of a global rank, in global order."""
         return tuple(group for group in self.groups if rank == group.source or rank in group.destinations)
 
-    def summary(self) -> dict[int, RankTraffic]:
-        """Traffic of each global rank of both sides; ranks that do nothing are listed with zeros."""
-        rows = {rank: [0, 0, 0, 0] for rank in sorted({*self.source_shapes, *self.destination_shapes})}
+    def summary(self, bucket_bytes: int) -> dict[int, RankTraffic]:
+        """Traffic of each global rank of both sides; ranks that do nothing are listed with zeros.
+
+        ``bucket_bytes``: the executor's, which cuts each group's stream into buckets of so many bytes, the last one shorter.
+        ``ValueError`` where a bucket cannot hold one element.
+        """
+        bucket_elements = bucket_bytes // self.bytes_per_element
+        if bucket_elements < 1:
+            raise ValueError(f"bucket_bytes {bucket_bytes} cannot hold one element of {self.bytes_per_element} bytes; give at least 1 MiB")
+        rows = {rank: [0] * 6 for rank in sorted({*self.source_shapes, *self.destination_shapes})}
         for group in self.groups:
-            num_bytes = group.num_elements * self.bytes_per_element
-            rows[group.source][0] += num_bytes
+            elements, over_network = group.num_elements, len(group.ranks) > 1
+            buckets = -(-elements // bucket_elements)
+            rows[group.source][0] += elements * self.bytes_per_element
             for rank in group.destinations:
-                rows[rank][1] += num_bytes
+                rows[rank][1] += elements * self.bytes_per_element
             for rank in group.ranks:
-                rows[rank][2] += 1
-                rows[rank][3] += len(group.transfers)
+                counts = (over_network, over_network * buckets, buckets, len(group.transfers))
+                rows[rank][2:] = [known + more for known, more in zip(rows[rank][2:], counts, strict=True)]
         return {rank: RankTraffic(*row) for rank, row in rows.items()}
 
     def digest(self) -> str:
@@ -148,9 +163,22 @@ def build_plan(
         bytes_per_element: of the dtype on the wire.
         trainer_only: canonical names that need no destination.
 
-    Sources are chosen greedily to keep, first, the busiest sender at or below the busiest receiver (or, where that cannot be, near
-    the least possible), and, second, the number of groups small. So data-parallel replicas share the sending only where it is the
-    limit.
+    Sources are chosen so that, first, the largest of ingress and egress over all ranks is the least possible (``source_choice.py``:
+    within one part in 64 where egress is the larger), and, second, groups are few. So data-parallel replicas share the sending only
+    where it is the limit.
+
+    Groups of a rollout rank, where receiving is the limit: one for each distinct share of a stage's weights that it takes a part of,
+    fewer where one training rank holds several of them. With training TP, PP, EP and expert TP, and rollout TP R, each dividing or
+    divided by the other, that is at most
+
+        PP x (D + X) + V    D = max(1, TP / R)                      dense weights
+                            X = 0                                   no experts
+                              = EP x max(1, expert TP / R)          a slice of every expert on each rollout rank
+                              = max(1, EP / R) x expert TP          whole experts (rollout expert parallel)
+                            V = 2 x (shares that a vocabulary padded differently on the two sides adds: 1 where it is long)
+
+    so at most 2 x PP for a dense model with TP <= R and PP > 1. Sizes that do not divide each other, and more training ranks than
+    key/value heads (whose fused rows are cut across heads), add to D what their shares overlap.
 
     Raises:
         ValueError: a destination box that no source holds, a parameter without blocks, a box written or named twice, a tensor that
@@ -165,7 +193,7 @@ def build_plan(
     held = _index(senders)
     _check_extents(held, receivers, trainer_only)
     streams = _streams(held, receivers)
-    chosen = _choose_sources(streams, senders, receivers)
+    chosen = _assign(streams, senders, receivers)
     class_of = {rank: number for number, sender in enumerate(senders) for rank in sender.ranks}
     return ReshardPlan(
         groups=_ordered([_group(rank, receivers[number], chosen[rank, number], class_of) for rank, number in sorted(chosen)]),
@@ -173,38 +201,6 @@ def build_plan(
         source_shapes={rank: layout.shapes for rank, layout in sources.items()},
         destination_shapes={rank: layout.shapes for rank, layout in destinations.items()},
     )
-
-
-# ---- boxes
-
-
-def volume(box: Ranges) -> int:
-    """Elements in a box."""
-    count = 1
-    for start, stop in box:
-        count *= stop - start
-    return count
-
-
-def intersect(one: Ranges, other: Ranges) -> Ranges | None:
-    """The common box, or None where it is empty."""
-    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return common if all(start < stop for start, stop in common) else None
-
-
-def subtract(box: Ranges, hole: Ranges) -> list[Ranges]:
-    """``box`` without ``hole`` (which lies inside), as disjoint boxes."""
-    parts: list[Ranges] = []
-    for dim, ((start, stop), (low, high)) in enumerate(zip(box, hole, strict=True)):
-        for piece in ((start, low), (high, stop)):
-            if piece[0] < piece[1]:
-                parts.append((*hole[:dim], piece, *box[dim + 1 :]))
-    return parts
-
-
-def box_text(box: Ranges) -> str:
-    """``[0:128, 0:64]``."""
-    return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
 
 
 # ---- who holds and who wants
@@ -218,7 +214,7 @@ class _Class:
     layout: RankLayout
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Piece:
     """One distinct canonical box, and which source classes hold it, each in its own block."""
 
@@ -242,7 +238,7 @@ class _Pieces:
         return self.pieces[bisect_right(self.furthest, start) : bisect_left(self.starts, stop)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Need:
     """A part of a destination block, and the piece that it is cut from."""
 
@@ -275,20 +271,21 @@ def _check_destination(receiver: _Class, filled: Collection[str]) -> None:
     A share of the vocabulary may be all padding, so that a parameter without blocks passes where other ranks get some (``filled``).
     """
     layout, rank = receiver.layout, receiver.ranks[0]
-    by_parameter: dict[str, list[Block]] = {name: [] for name in layout.shapes}
+    by_parameter: dict[str, list[Block]] = {}
     faults: list[str] = []
     for block in layout.blocks:
         shape = layout.shapes.get(block.parameter)
         if shape is None or len(shape) != len(block.local) or any(b > n for (_, b), n in zip(block.local, shape, strict=True)):
             faults.append(f"block {box_text(block.local)} of {block.parameter} lies outside its shape {shape}")
-            continue
-        for other in by_parameter[block.parameter]:
-            if intersect(other.local, block.local) is not None:
-                faults.append(
-                    f"{block.parameter} {box_text(block.local)} is written twice: {other.name} {box_text(other.canonical)} and "
-                    f"{block.name} {box_text(block.canonical)}"
-                )
-        by_parameter[block.parameter].append(block)
+        else:
+            by_parameter.setdefault(block.parameter, []).append(block)
+    for parameter, blocks in by_parameter.items():
+        for i, j in overlapping_pairs([block.local for block in blocks]):
+            one, other = blocks[i], blocks[j]
+            faults.append(
+                f"{parameter} {box_text(other.local)} is written twice: {one.name} {box_text(one.canonical)} and "
+                f"{other.name} {box_text(other.canonical)}"
+            )
     faults.extend(f"{name} {shape} gets nothing" for name, shape in layout.shapes.items() if name not in filled)
     if faults:
         raise ValueError(f"layout of destination rank {rank}: {_listed(faults)}; correct its layout")
@@ -300,14 +297,14 @@ def _index(senders: list[_Class]) -> dict[str, _Pieces]:
     for number, sender in enumerate(senders):
         own: dict[str, list[Block]] = {}
         for block in sender.layout.blocks:
-            for other in own.setdefault(block.name, []):
-                if intersect(other.canonical, block.canonical) is not None:
-                    raise ValueError(
-                        f"layout of source rank {sender.ranks[0]} names {block.name} {box_text(block.canonical)} twice: "
-                        f"{other.parameter} and {block.parameter}; layer numbers must be global, not those of a stage or chunk"
-                    )
-            own[block.name].append(block)
+            own.setdefault(block.name, []).append(block)
             found.setdefault(block.name, {}).setdefault(block.canonical, {})[number] = block
+        for name, blocks in own.items():
+            for i, j in overlapping_pairs([block.canonical for block in blocks]):
+                raise ValueError(
+                    f"layout of source rank {sender.ranks[0]} names {name} {box_text(blocks[j].canonical)} twice: "
+                    f"{blocks[i].parameter} and {blocks[j].parameter}; layer numbers must be global, not those of a stage or chunk"
+                )
     return {name: _sorted_pieces([_Piece(box, found[name][box]) for box in sorted(found[name])]) for name in found}
 
 
@@ -365,7 +362,7 @@ def _cut(position: int, block: Block, held: _Pieces) -> tuple[list[_Need], list[
             if common is None:
                 uncovered.append(box)
             else:
-                needs.append(_Need(position, common, block, piece))
+                needs.append(_Need(position, box if common == box else common, block, piece))  # equal boxes as one object save memory
                 uncovered.extend(subtract(box, common))
         remaining = uncovered
         if not remaining:
@@ -381,67 +378,38 @@ def _listed(faults: Sequence[str]) -> str:
 # ---- who sends
 
 
-@dataclass
-class _Choice:
-    """Greedy assignment in progress."""
-
-    limit: int
-    """Elements up to which a source may be loaded at no cost to the whole."""
-    loads: dict[int, int]
-    groups: dict[tuple[int, int], list[_Need]]
-    """(source rank, destination class) -> its needs."""
-    own: dict[int, frozenset[int]]
-    """Destination class -> its ranks: a source among them costs no traffic to itself."""
-
-    def cheapest(self, receiver: int, candidates: Sequence[int], size: int) -> int | None:
-        """A rank that can take ``size`` within the limit: of an existing group first, then of the class itself, then the lowest."""
-        fitting = [rank for rank in candidates if self.loads[rank] + size <= self.limit]
-        own = self.own[receiver]
-        return min(fitting, key=lambda rank: ((rank, receiver) not in self.groups, rank not in own, rank), default=None)
-
-    def assign(self, rank: int, receiver: int, needs: Sequence[_Need]) -> None:
-        self.groups.setdefault((rank, receiver), []).extend(needs)
-        self.loads[rank] += _size(needs)
-
-
-def _size(needs: Sequence[_Need]) -> int:
-    return sum(volume(need.canonical) for need in needs)
-
-
-def _choose_sources(
-    streams: Mapping[_Stream, list[_Need]], senders: list[_Class], receivers: list[_Class]
-) -> dict[tuple[int, int], list[_Need]]:
-    """(source rank, destination class) -> needs. Streams with fewest candidates choose first: the others can go around them."""
+def _assign(streams: Mapping[_Stream, list[_Need]], senders: list[_Class], receivers: list[_Class]) -> dict[tuple[int, int], list[_Need]]:
+    """(source rank, destination class) -> needs; a box is cut where its stream is shared by several sources."""
     candidates = {holders: tuple(sorted(r for h in holders for r in senders[h].ranks)) for _, holders in streams}
-    sizes = {key: _size(needs) for key, needs in streams.items()}
-    ingress = max(sum(block.num_elements for block in receiver.layout.blocks) for receiver in receivers)
-    least = _least_egress({key: (candidates[key[1]], size) for key, size in sizes.items()})
-    limit = max(ingress, least + least // _SLACK)
-    own = {number: frozenset(receiver.ranks) for number, receiver in enumerate(receivers)}
-    choice = _Choice(limit, {rank: 0 for sender in senders for rank in sender.ranks}, {}, own)
-    for key in sorted(streams, key=lambda key: (len(candidates[key[1]]), -sizes[key], key)):
-        receiver, able = key[0], candidates[key[1]]
-        rank = choice.cheapest(receiver, able, sizes[key])
-        if rank is not None:
-            choice.assign(rank, receiver, streams[key])
-            continue
-        for need in sorted(streams[key], key=lambda need: -volume(need.canonical)):
-            fitting = choice.cheapest(receiver, able, volume(need.canonical))
-            rank = min(able, key=lambda rank: (choice.loads[rank], rank)) if fitting is None else fitting
-            choice.assign(rank, receiver, [need])
-    return choice.groups
+    keys = sorted(streams)
+    shares = choose_sources(
+        [StreamSize(key[0], candidates[key[1]], sum(volume(need.canonical) for need in streams[key])) for key in keys],
+        ingress=max(sum(block.num_elements for block in receiver.layout.blocks) for receiver in receivers),
+        own=[frozenset(receiver.ranks) for receiver in receivers],
+    )
+    found: dict[tuple[int, int], list[_Need]] = {}
+    for key, share in zip(keys, shares, strict=True):
+        for rank, needs in _dealt(streams[key], share):
+            found.setdefault((rank, key[0]), []).extend(needs)
+    return found
 
 
-def _least_egress(streams: Mapping[_Stream, tuple[tuple[int, ...], int]]) -> int:
-    """A lower bound of the busiest sender: whatever only the ranks of a set can send, over the size of that set."""
-    totals: dict[frozenset[int], int] = {}
-    for able, size in streams.values():
-        totals[frozenset(able)] = totals.get(frozenset(able), 0) + size
-    bound = -(-sum(totals.values()) // len(frozenset().union(*totals)))
-    for ranks in totals:
-        inside = sum(size for other, size in totals.items() if len(other) <= len(ranks) and other <= ranks)
-        bound = max(bound, -(-inside // len(ranks)))
-    return bound
+def _dealt(needs: list[_Need], share: Mapping[int, int]) -> Iterator[tuple[int, list[_Need]]]:
+    """The needs in order, cut so that each rank gets its number of elements."""
+    if len(share) == 1:
+        yield next(iter(share)), needs
+        return
+    pending = needs[::-1]
+    for rank, wanted in share.items():
+        own: list[_Need] = []
+        missing = wanted
+        while missing:
+            need = pending.pop()
+            first, others = divide(need.canonical, missing)
+            own += [replace(need, canonical=box) for box in first]
+            pending += [replace(need, canonical=box) for box in reversed(others)]
+            missing -= sum(map(volume, first))
+        yield rank, own
 
 
 def _group(source: int, receiver: _Class, needs: list[_Need], class_of: Mapping[int, int]) -> Group:

@@ -34,7 +34,7 @@ def vllm_layout(network: NetworkShape, *, tensor_parallel_size: int, tp_rank: in
     check_vllm(network, tensor_parallel_size, expert_parallel)
     if not 0 <= tp_rank < tensor_parallel_size:
         raise ValueError(f"no rank {tp_rank} in a replica of {tensor_parallel_size} ranks")
-    builder = LayoutBuilder(canonical_tensors(network))
+    builder = LayoutBuilder(network)
     rows = padded_rows(network.vocab_size, VOCAB_MULTIPLE) // tensor_parallel_size
     builder.vocabulary(EMBEDDING, EMBEDDING, tp_rank, rows)
     for layer in range(network.num_layers):
@@ -66,7 +66,7 @@ def hf_layout(network: NetworkShape, head: Head = "lm") -> RankLayout:
     ``down_proj`` [E, H, width].
     """
     tensors, experts = canonical_tensors(network, head), network.experts
-    builder = LayoutBuilder(tensors)
+    builder = LayoutBuilder(network, head)
     for tensor in tensors:
         if experts is None or f".{experts.block}." not in tensor.name:
             builder.whole(tensor.name, tensor.name)

@@ -110,7 +110,7 @@ def sync_all_cases(rank: int, world_size: int, num_training: int) -> list[str]:
                 executor.send({name: torch.zeros_like(tensor) for name, tensor in own.items()})
                 stats = executor.send(transposed(own) if turned else own)
                 assert stats.bytes_received == 0
-                if stats.bytes_sent != plan.summary()[rank].bytes_sent:
+                if stats.bytes_sent != plan.summary(bucket_bytes)[rank].bytes_sent:
                     wrong.append(f"{what}: sent {stats.bytes_sent}")
             else:
                 wrong += [f"{what}: {fault}" for fault in received_wrongly(executor, destinations[rank], full)]
@@ -167,7 +167,7 @@ def test_a_colocated_rank_copies_without_a_group() -> None:
     cast = {name: tensor.to(torch.bfloat16) for name, tensor in values(model, torch.float32).items()}
     expected = fill(engine_mesh(model, 1, 1, 0)[0], cast, padding=PADDING)
     assert all(torch.equal(live[name], expected[name]) for name in expected)
-    assert stats.bytes_received == stats.bytes_sent == executor.plan.summary()[0].bytes_received
+    assert stats.bytes_received == stats.bytes_sent == executor.plan.summary(executor.bucket_bytes)[0].bytes_received
     with pytest.raises(RuntimeError, match="call exchange"):
         executor.send(source)
     with pytest.raises(RuntimeError, match="call exchange"):

@@ -38,7 +38,7 @@ def check_equals_slicing(model: Dense, sources: dict[int, RankLayout], destinati
     tensors = model.tensors()
     plan = build_plan(sources, destinations, bytes_per_element=2)
     results = follow(plan, {rank: fill(layout, tensors, padding=-7.0) for rank, layout in sources.items()}, destinations)
-    summary = plan.summary()
+    summary = plan.summary(1 << 20)
     for rank, layout in destinations.items():
         expected = fill(layout, tensors, padding=PADDING)
         assert results[rank].keys() == expected.keys()
@@ -66,7 +66,7 @@ def test_every_topology_equals_slicing(family: str) -> None:
         for dp, vpp, replicas in {(1, 1, 1), (2, 2 if pp == 2 else 1, 2)}:
             sources = trainer_mesh(model, tp, pp, dp, vpp)
             plan = check_equals_slicing(model, sources, engine_mesh(model, rollout_tp, replicas, len(sources)))
-            per_rank = max(plan.summary()[rank].num_groups for rank in plan.destination_shapes)
+            per_rank = max(plan.summary(1 << 20)[rank].num_groups for rank in plan.destination_shapes)
             # what a shard that spans several training shards cannot do without, and one more where norms spare the busiest sender
             assert dp > 1 or per_rank <= pp * (max(2, tp // rollout_tp + 1) + 1), plan.groups
             cases += 1
@@ -120,7 +120,7 @@ def check_real(network: NetworkShape, sources: dict[int, RankLayout], destinatio
         start += count
     plan = build_plan(sources, destinations, bytes_per_element=2)
     results = follow(plan, {rank: fill(layout, tensors) for rank, layout in sources.items()}, destinations)
-    summary = plan.summary()
+    summary = plan.summary(1 << 20)
     shards = {id(layout): fill(layout, tensors, padding=PADDING) for layout in destinations.values()}  # replicas share an object
     for rank, layout in destinations.items():
         expected = shards[id(layout)]
@@ -229,19 +229,19 @@ def test_replicas_cost_their_source_nothing() -> None:
     sources = trainer_mesh(model, 2, 2, 2)
     sent = []
     for replicas in (1, 2, 4):
-        summary = build_plan(sources, engine_mesh(model, 2, replicas, 8), bytes_per_element=2).summary()
+        summary = build_plan(sources, engine_mesh(model, 2, replicas, 8), bytes_per_element=2).summary(1 << 20)
         sent.append(sum(row.bytes_sent for row in summary.values()))
     assert sent[0] == sent[1] == sent[2]
 
 
 def test_data_parallel_ranks_share_the_sending_only_where_it_is_the_limit() -> None:
     model = Dense(num_layers=2)
-    receiving = build_plan(trainer_mesh(model, 2, 1, 4), engine_mesh(model, 2, 3, 8), bytes_per_element=2).summary()
+    receiving = build_plan(trainer_mesh(model, 2, 1, 4), engine_mesh(model, 2, 3, 8), bytes_per_element=2).summary(1 << 20)
     assert sum(row.bytes_sent > 0 for row in receiving.values()) == 2
-    sending = build_plan(trainer_mesh(model, 1, 1, 4), engine_mesh(model, 4, 3, 4), bytes_per_element=2).summary()
+    sending = build_plan(trainer_mesh(model, 1, 1, 4), engine_mesh(model, 4, 3, 4), bytes_per_element=2).summary(1 << 20)
     assert sum(row.bytes_sent > 0 for row in sending.values()) == 4
     assert max(row.bytes_sent for row in sending.values()) == max(row.bytes_received for row in sending.values())
-    three = build_plan(trainer_mesh(model, 1, 1, 3), engine_mesh(model, 4, 3, 3), bytes_per_element=2).summary()
+    three = build_plan(trainer_mesh(model, 1, 1, 3), engine_mesh(model, 4, 3, 3), bytes_per_element=2).summary(1 << 20)
     total = sum(row.bytes_sent for row in three.values())
     largest = 2 * max(volume(tuple((0, n) for n in shape)) for shape in model.shapes().values())
     assert max(row.bytes_sent for row in three.values()) <= total / 3 * (1 + 1 / 64) + largest
@@ -342,7 +342,7 @@ def test_a_rollout_rank_is_in_at_most_two_groups_a_stage() -> None:
     model = Dense(num_layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=11008, vocab=32001)
     for tp, rollout_tp, dp in ((8, 8, 2), (4, 4, 1), (2, 8, 2), (4, 2, 3)):
         sources = trainer_mesh(model, tp, 4, dp, multiple=128)
-        traffic = build_plan(sources, engine_mesh(model, rollout_tp, 2, 100, multiple=64), bytes_per_element=2).summary()
+        traffic = build_plan(sources, engine_mesh(model, rollout_tp, 2, 100, multiple=64), bytes_per_element=2).summary(1 << 20)
         per_stage = max(1, tp // rollout_tp)  # and one neighbour for the shifted rows in the first and in the last stage
         assert max(row.num_groups for r, row in traffic.items() if r >= 100) == 4 * per_stage + 2
         assert max(row.bytes_sent for row in traffic.values()) <= max(row.bytes_received for row in traffic.values())
@@ -352,7 +352,7 @@ def test_a_plan_of_405b() -> None:
     """Llama 3.1 405B, TP 8 x PP 16 x DP 8 to 16 engines of TP 8; 126 layers do not divide by 16, so stages are uneven."""
     model = Dense(num_layers=126, hidden=16384, heads=128, kv_heads=8, head_dim=128, ffn=53248, vocab=128256)
     sources, destinations = trainer_mesh(model, 8, 16, 8), engine_mesh(model, 8, 16, 1024)
-    traffic = build_plan(sources, destinations, bytes_per_element=2).summary()
+    traffic = build_plan(sources, destinations, bytes_per_element=2).summary(1 << 20)
     assert len(sources) == 1024
     assert {traffic[r].bytes_received for r in destinations} == {2 * shard_elements(layout) for layout in destinations.values()}
     assert max(traffic[r].num_groups for r in destinations) == 16
