@@ -77,10 +77,10 @@ def _traffic(options: Options, config: Config) -> RefitTraffic:
     if not options.refit:
         raise _Refused("say what to show: --refit (the traffic of one weight sync) is all there is")
     try:
-        world_size = _checked_world_size(options, config)
+        plan = refit_plan(config, _checked_world_size(options, config))
+        return refit_traffic(plan, config, ranks_per_node=options.ranks_per_node)
     except ValueError as error:
         raise _Refused(str(error)) from None
-    return refit_traffic(refit_plan(config, world_size), config, ranks_per_node=options.ranks_per_node)
 
 
 def _checked_world_size(options: Options, config: Config) -> int:
@@ -157,16 +157,17 @@ def _rank_table(traffic: RefitTraffic) -> str:
     """A line for all ranks of a mesh with equal numbers."""
     alike: dict[tuple[object, ...], list[RankRow]] = {}
     for row in traffic.rows:
-        numbers = (row.is_training, row.bytes_sent, row.bytes_received, row.num_groups, row.num_transfers, row.num_buckets)
+        counts = (row.num_groups, row.num_messages, row.num_buckets, row.num_transfers)
+        numbers = (row.is_training, row.bytes_sent, row.bytes_received, *counts)
         alike.setdefault(numbers, []).append(row)
-    lines: list[tuple[str, ...]] = [("ranks", "place", "sent", "received", "groups", "boxes", "buckets")]
+    lines: list[tuple[str, ...]] = [("ranks", "place", "sent", "received", "groups", "messages", "buckets", "boxes")]
     for rows in alike.values():
         one = rows[0]
-        counts = [str(count) for count in (one.num_groups, one.num_transfers, one.num_buckets)]
-        lines.append((_ranks(rows), _place(rows), size_text(one.bytes_sent), size_text(one.bytes_received), *counts))
-    shown = _columns(lines[: _TABLE_ROWS + 1], left=2)
+        shown = (one.num_groups, one.num_messages, one.num_buckets, one.num_transfers)
+        lines.append((_ranks(rows), _place(rows), size_text(one.bytes_sent), size_text(one.bytes_received), *map(str, shown)))
     left_out = len(lines) - 1 - _TABLE_ROWS
-    return shown + (f"\n... and {left_out} more lines; --json FILE writes every rank" if left_out > 0 else "")
+    rest = f"\n... and {left_out} more lines; --json FILE writes every rank" if left_out > 0 else ""
+    return _columns(lines[: _TABLE_ROWS + 1], left=2) + rest
 
 
 def _ranks(rows: Sequence[RankRow]) -> str:

@@ -46,10 +46,12 @@ class RankRow:
     """Bytes of the engine's parameters on this rank, vocabulary padding excluded; 0 on training ranks."""
     num_groups: int
     """Process groups (NCCL communicators) that it is a member of."""
-    num_transfers: int
-    """Boxes of tensors that it packs or unpacks."""
+    num_messages: int
+    """Broadcasts over those groups."""
     num_buckets: int
-    """Broadcasts that it takes part in."""
+    """Buckets that it packs or unpacks."""
+    num_transfers: int
+    """Boxes of tensors in them."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,10 @@ def size_text(num_bytes: int) -> str:
 
 
 def refit_traffic(plan: ReshardPlan, config: Config, *, ranks_per_node: int) -> RefitTraffic:
-    """Count ``plan``, which is that of ``config``: sources are the training ranks from 0 on, destinations the ranks that follow."""
+    """Count ``plan``, which is that of ``config``: sources are the training ranks from 0 on, destinations the ranks that follow.
+
+    ``ValueError`` where a bucket cannot hold one element.
+    """
     network, parallel = network_shape(Path(config.model.model_path)), megatron_parallel(config)
     replica_size = config.parallel.rollout_tensor_parallel_size
     num_training, num_rollout = len(plan.source_shapes), len(plan.destination_shapes)
@@ -193,8 +198,7 @@ def refit_traffic(plan: ReshardPlan, config: Config, *, ranks_per_node: int) -> 
         for rank in group.destinations:
             matrix[group.source, rank - num_training] += group.num_elements * plan.bytes_per_element
     rows = []
-    buckets = _num_buckets(plan, config.parallel.bucket_bytes)
-    for rank, traffic in plan.summary().items():
+    for rank, traffic in plan.summary(config.parallel.bucket_bytes).items():
         is_training = rank < num_training
         place = _training_place(rank, num_training, network, parallel) if is_training else _rollout_place(rank - num_training, replica_size)
         shard = 0 if is_training else _shard_elements(plan.destination_shapes[rank], network.vocab_size, place["tp"])
@@ -208,8 +212,9 @@ def refit_traffic(plan: ReshardPlan, config: Config, *, ranks_per_node: int) -> 
                 bytes_received=traffic.bytes_received,
                 shard_bytes=shard * plan.bytes_per_element,
                 num_groups=traffic.num_groups,
+                num_messages=traffic.num_messages,
+                num_buckets=traffic.num_buckets,
                 num_transfers=traffic.num_transfers,
-                num_buckets=buckets[rank],
             )
         )
     return RefitTraffic(
@@ -233,16 +238,6 @@ def tensor_kind(name: str) -> str:
     if name.endswith("norm.weight"):
         return "norms"
     return "attention" if ".self_attn." in name else "mlp"
-
-
-def _num_buckets(plan: ReshardPlan, bucket_bytes: int) -> dict[int, int]:
-    """Rank -> buckets of all its groups; each group's stream is cut every ``bucket_bytes`` (``executor.py``)."""
-    found = dict.fromkeys([*plan.source_shapes, *plan.destination_shapes], 0)
-    bucket_elements = max(1, bucket_bytes // plan.bytes_per_element)
-    for group in plan.groups:
-        for rank in group.ranks:
-            found[rank] += -(-group.num_elements // bucket_elements)
-    return found
 
 
 def _training_place(rank: int, world_size: int, network: NetworkShape, parallel: MegatronParallel) -> dict[str, int]:

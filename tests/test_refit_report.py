@@ -66,7 +66,7 @@ def _sizes(tp: int, pp: int, rollout: int, rollout_tp: int) -> tuple[str, ...]:
 
 
 def _rank_lines(text: str) -> dict[int, list[str]]:
-    """Rank -> sent, received, groups, boxes, buckets as the table of the text gives them."""
+    """Rank -> sent, received, groups, messages, buckets, boxes as the table of the text gives them."""
     table = text.split("\nranks ")[1].split("\n\n", 1)[0].splitlines()[1:]
     found = {}
     for line in table:
@@ -85,7 +85,7 @@ def _text_of(num_bytes: int) -> str:
 
 
 def test_two_ranks_fill_two_and_each_gets_its_half(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found, png = _report(tmp_path, TINY, *_sizes(2, 1, 2, 2))
+    found, png = _report(tmp_path, TINY, *_sizes(2, 1, 2, 2), "--bucket-bytes", "65536")
     matrices, norms = 2 * 256 * 64 + 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 96 * 64), 5 * 64
     half = 4 * (matrices // 2 + norms)
     assert found["model"]["bytes"] == 4 * (matrices + norms)
@@ -96,6 +96,7 @@ def test_two_ranks_fill_two_and_each_gets_its_half(tmp_path: Path, capsys: pytes
         (3, 0, half, half),
     ]
     assert [row["received_from"] for row in found["ranks"][2:]] == [{"0": half}, {"1": half}]
+    assert {(row["num_groups"], row["num_messages"], row["num_buckets"]) for row in found["ranks"]} == {(1, *2 * (-(-half // 65536),))}
     assert found["kinds"]["norms"] == {"model_bytes": 4 * norms, "bytes_sent": 8 * norms, "bytes_received": 8 * norms}
     assert found["kinds"]["embedding_and_head"]["bytes_sent"] == 4 * 2 * 256 * 64
     text = capsys.readouterr().out
@@ -148,7 +149,7 @@ def test_text_and_json_say_the_same_of_every_rank(tmp_path: Path, capsys: pytest
     lines = _rank_lines(text)
     assert sorted(lines) == list(range(12))
     for row in found["ranks"]:
-        counts = [str(row[name]) for name in ("num_groups", "num_transfers", "num_buckets")]
+        counts = [str(row[name]) for name in ("num_groups", "num_messages", "num_buckets", "num_transfers")]
         assert lines[row["rank"]] == [_text_of(row["bytes_sent"]), _text_of(row["bytes_received"]), *counts]
     assert sum(row["bytes_sent"] == 0 for row in found["ranks"][:8]) == found["training"]["num_silent"] == 4
     assert f"busiest sender    rank {found['busiest_sender']} " in text
@@ -192,6 +193,7 @@ def test_a_replica_without_vllm_takes_the_whole_model(tmp_path: Path) -> None:
             (*_sizes(1, 2, 1, 1), "--transformer-overrides", "num_layers_in_first_pipeline_stage", "2"),
             "2 layers, of which num_layers_in_first_pipeline_stage = 2",
         ),
+        (("--bucket-bytes", "3"), "bucket_bytes 3 cannot hold one element"),
         (("--ranks-per-node", "0"), "--ranks-per-node 0 must be at least 1"),
     ],
 )
