@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -42,7 +43,26 @@ class Case:
     export: str | None = None
     """Folder into which the roles are exported after the steps, one folder a role."""
     generate: bool = False
-    """Also sample greedily from the actor after the steps."""
+    """Also sample greedily from the actor after the steps: 5 tokens on the first replica, 1 on all others."""
+
+
+def fields(models: Mapping[str, str], model: str = "llama", **changes: object) -> dict[str, object]:
+    """SGD, so that weights can be compared closely; no critic; a vocabulary of 130 rows padded as little as possible."""
+    start: dict[str, object] = {
+        "model_path": models[model],
+        "critic": "none",
+        "optimizer": "sgd",
+        "use_distributed_optimizer": False,
+        "lr": 0.05,
+        "critic_lr": 0.05,
+        "make_vocab_size_divisible_by": 4,
+    }
+    return start | changes
+
+
+def adam(models: Mapping[str, str], **changes: object) -> dict[str, object]:
+    """Adam at a rate at which two steps change the weights visibly."""
+    return fields(models, **({"optimizer": "adam", "lr": 1e-3, "critic_lr": 1e-3, "use_distributed_optimizer": True} | changes))
 
 
 def fixed_rows(rows: Sequence[int]) -> MicroBatch:
@@ -150,8 +170,7 @@ def run_case(case: Case) -> dict[str, Any]:
         if case.export is not None:
             result["export fault"] = _export(backend, Path(case.export))
         if case.generate:
-            sampling = Sampling(max_response_length=5, greedy=True)
-            result["generated"] = [c.token_ids for c in backend.generate([[5, 6, 7], [8, 9], [10]], sampling, seeds=[1, 2, 3])]
+            result["generated"] = _generate(backend)
         return result
     finally:
         destroy_megatron()
@@ -180,6 +199,14 @@ def gather_canonical(backend: Any, role: str) -> dict[str, Tensor] | None:
         target.copy_(tensor)
     assert not any(tensor.isnan().any() for tensor in whole.values())
     return whole
+
+
+def _generate(backend: Any) -> list[list[int]]:
+    """Replicas have different numbers of prompts and of tokens to sample."""
+    first = backend.dp_rank == 0
+    prompts = [[5, 6, 7], [8, 9], [10]] if first else [[5, 6, 7]]
+    sampling = Sampling(max_response_length=5, greedy=True, stop_token_ids=frozenset() if first else frozenset(range(VOCAB)))
+    return [completion.token_ids for completion in backend.generate(prompts, sampling, seeds=[1, 2, 3][: len(prompts)])]
 
 
 def _export(backend: Any, folder: Path) -> str:
@@ -246,3 +273,47 @@ def _pad(batch: MicroBatch, length: int) -> MicroBatch:
             filler = False if tensor.dtype == torch.bool else 1
             padded[f.name] = torch.nn.functional.pad(tensor, (0, length - tensor.shape[1]), value=filler)
     return dataclasses.replace(batch, **padded)
+
+
+# -- what Hugging Face computes ---------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def hugging_face_log_probs(actor: Any) -> Tensor:
+    """Log-probs at temperature 0.7 of the fixed rows at their real positions, row by row."""
+    found = []
+    for row in range(ROWS):
+        tokens = fixed_rows([row]).tokens
+        logits = actor(tokens).logits[0, :-1].float() / 0.7
+        found.append(logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).squeeze(1))
+    return torch.cat(found)
+
+
+@torch.no_grad()
+def hugging_face_outputs(actor: Any, critic: Any) -> tuple[Tensor, Tensor]:
+    """The log-probs, and the values of the same positions."""
+    hidden = [critic.model(fixed_rows([row]).tokens).last_hidden_state for row in range(ROWS)]
+    return hugging_face_log_probs(actor), torch.cat([critic.score(one)[0, :-1, 0] for one in hidden])
+
+
+# -- comparisons ------------------------------------------------------------------------------------------------------
+
+
+def assert_same(got: dict[str, Any], truth: dict[str, Any], *, weights: float = 1e-5, outputs: float = 1e-5) -> None:
+    """Outputs before and after, what the steps reported, and the weights."""
+    assert difference(got["before"], truth["before"]) < 1e-5
+    assert set(got["steps"]) == set(truth["steps"])
+    for role, steps in got["steps"].items():
+        for (report, changed), (expected, expected_change) in zip(steps, truth["steps"][role], strict=True):
+            assert changed == expected_change and report.skipped == expected.skipped and report.lr == expected.lr
+            assert report.grad_norm == pytest.approx(expected.grad_norm, rel=max(1e-5, weights))
+            assert report.metrics == pytest.approx(dict(expected.metrics), rel=1e-4, abs=1e-5)
+        if got["weights"][role] is not None:
+            assert difference(got["weights"][role], truth["weights"][role]) < weights
+    assert difference(got["after"], truth["after"]) < outputs
+
+
+def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """Largest absolute difference; the names must be the same."""
+    assert set(one) == set(other)
+    return max(float((one[name] - other[name]).abs().max()) for name in one)

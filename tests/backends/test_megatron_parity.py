@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_parity_support import ROWS, Case, fixed_rows, run_cases
+from megatron_parity_support import Case, adam, assert_same, difference, fields, hugging_face_outputs, run_cases
 from safetensors import safe_open
 from spawn import run_ranks
 from toy_models import make_toy
@@ -33,25 +33,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     paths["tied"] = make_toy(root / "tied", "llama", tied=True, num_layers=4)
     paths["score"] = make_toy(root / "score", "llama", num_layers=4, score_head=True, seed=3)
     return {name: str(path) for name, path in paths.items()}
-
-
-def fields(models: Mapping[str, str], model: str = "llama", **changes: object) -> dict[str, object]:
-    """SGD, so that weights can be compared closely; no critic; a vocabulary of 130 rows padded as little as possible."""
-    start: dict[str, object] = {
-        "model_path": models[model],
-        "critic": "none",
-        "optimizer": "sgd",
-        "use_distributed_optimizer": False,
-        "lr": 0.05,
-        "critic_lr": 0.05,
-        "make_vocab_size_divisible_by": 4,
-    }
-    return start | changes
-
-
-def adam(models: Mapping[str, str], **changes: object) -> dict[str, object]:
-    """Adam at a rate at which two steps change the weights visibly."""
-    return fields(models, **({"optimizer": "adam", "lr": 1e-3, "critic_lr": 1e-3, "use_distributed_optimizer": True} | changes))
 
 
 @pytest.fixture(scope="module")
@@ -315,48 +296,9 @@ def test_adam_and_bf16_on_four_ranks_stay_near_one(single: Results, four_ranks: 
         assert difference(results["dp2 pp2 bf16"]["before"], single["bf16"]["before"]) < 0.05
 
 
-# -- what Hugging Face computes ---------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def hugging_face_outputs(actor: Any, critic: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs at temperature 0.7 and values of the fixed rows at their real positions, row by row."""
-    log_probs, values = [], []
-    for row in range(ROWS):
-        tokens = fixed_rows([row]).tokens
-        logits = actor(tokens).logits[0, :-1] / 0.7
-        log_probs.append(logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).squeeze(1))
-        hidden = critic.model(tokens).last_hidden_state
-        values.append(critic.score(hidden)[0, :-1, 0])
-    return torch.cat(log_probs), torch.cat(values)
-
-
-# -- comparisons ------------------------------------------------------------------------------------------------------
-
-
-def assert_same(got: dict[str, Any], truth: dict[str, Any], *, weights: float = 1e-5, outputs: float = 1e-5) -> None:
-    """Outputs before and after, what the steps reported, and the weights."""
-    assert difference(got["before"], truth["before"]) < 1e-5
-    assert set(got["steps"]) == set(truth["steps"])
-    for role, steps in got["steps"].items():
-        for (report, changed), (expected, expected_change) in zip(steps, truth["steps"][role], strict=True):
-            assert changed == expected_change and report.skipped == expected.skipped and report.lr == expected.lr
-            assert report.grad_norm == pytest.approx(expected.grad_norm, rel=max(1e-5, weights))
-            assert report.metrics == pytest.approx(dict(expected.metrics), rel=1e-4, abs=1e-5)
-        if got["weights"][role] is not None:
-            assert difference(got["weights"][role], truth["weights"][role]) < weights
-    assert difference(got["after"], truth["after"]) < outputs
-
-
 def assert_second_of_three_skipped(result: dict[str, Any]) -> None:
     """The first and last step changed weights, the second did not and the learning-rate counter did not count it."""
     steps = result["steps"]["actor"]
     assert [report.lr for report, _ in steps] == pytest.approx([0.25e-3, 0.5e-3, 0.5e-3])
     assert [report.skipped for report, _ in steps] == [False, True, False]
     assert [changed for _, changed in steps] == [True, False, True]
-
-
-def difference(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
-    """Largest absolute difference; the names must be the same."""
-    assert set(one) == set(other)
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
