@@ -22,12 +22,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_ppo.resharding.layout import Ranges, box_shape, shifted, view
+from megatron_ppo.resharding.layout import Ranges, box_shape, shifted
 from megatron_ppo.resharding.plan import Group, ReshardPlan, volume
 
 Parameters = Mapping[str, Tensor]
@@ -65,13 +67,17 @@ class TransferStats:
 
 @dataclass(frozen=True)
 class _Copy:
-    """A box of a parameter that stands at ``offset`` in a bucket."""
+    """A box of a parameter that stands at ``offset`` in a bucket, row-major."""
 
     source_parameter: str
     source: Ranges
     destination_parameter: str
     destination: Ranges
     offset: int
+    shape: tuple[int, ...]
+    """Of the box in the canonical tensor; a stacked parameter has dims of extent 1 in front of it."""
+    strides: tuple[int, ...]
+    """In the bucket."""
     num_elements: int
 
 
@@ -281,8 +287,10 @@ def _cut(group: Group, bucket_elements: int) -> Iterator[tuple[_Copy, ...]]:
             stop = min(total, done + bucket_elements - offset)
             for box in slice_boxes(shape, done, stop):
                 source, destination = _inside(box, transfer.source), _inside(box, transfer.destination)
-                copies.append(_Copy(transfer.source_parameter, source, transfer.destination_parameter, destination, offset, volume(box)))
-                offset += volume(box)
+                extent, size = box_shape(box), volume(box)
+                names = transfer.source_parameter, transfer.destination_parameter
+                copies.append(_Copy(names[0], source, names[1], destination, offset, extent, _row_major(extent), size))
+                offset += size
             done = stop
             if offset == bucket_elements:
                 yield tuple(copies)
@@ -296,10 +304,14 @@ def _inside(box: Ranges, outer: Ranges) -> Ranges:
     return shifted(box, tuple((0, 0) for _ in box), outer)
 
 
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    return tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1] if shape else ()
+
+
 def _pack(bucket: _Bucket, buffer: Tensor, sources: Parameters) -> None:
     for copy in bucket.copies:
-        box = view(sources[copy.source_parameter], copy.source)
-        buffer[copy.offset : copy.offset + copy.num_elements].view(box.shape).copy_(box)
+        buffer.as_strided(copy.shape, copy.strides, copy.offset).copy_(_box(sources[copy.source_parameter], copy.source, copy.shape))
 
 
 def _finish(bucket: _Bucket, buffer: Tensor, work: Work | None, destinations: Parameters) -> int:
@@ -309,9 +321,21 @@ def _finish(bucket: _Bucket, buffer: Tensor, work: Work | None, destinations: Pa
     if not bucket.is_destination:
         return 0
     for copy in bucket.copies:
-        box = view(destinations[copy.destination_parameter], copy.destination)
-        box.copy_(buffer[copy.offset : copy.offset + copy.num_elements].view(box.shape))
+        target = _box(destinations[copy.destination_parameter], copy.destination, copy.shape)
+        target.copy_(buffer.as_strided(copy.shape, copy.strides, copy.offset))
     return buffer.nbytes
+
+
+def _box(tensor: Tensor, ranges: Ranges, shape: tuple[int, ...]) -> Tensor:
+    """``layout.view`` less dims of extent 1 in front, in one call: models of many experts have tens of thousands of boxes.
+
+    Made anew in every sync, as engines may put other tensors in the place of their parameters. Shapes were checked before.
+    """
+    strides = tensor.stride()
+    offset = tensor.storage_offset()
+    for (start, _), stride in zip(ranges, strides, strict=True):
+        offset += start * stride
+    return tensor.as_strided(shape, strides[len(strides) - len(shape) :], offset)
 
 
 def _shape_faults(planned: Mapping[str, tuple[int, ...]], given: Parameters) -> list[str]:

@@ -14,14 +14,19 @@ import torch.distributed as dist
 from dense_layouts import Dense, engine_mesh, fill, shard_elements, trainer_mesh
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layout_support import numbered, tiny
 from spawn import run_ranks
 from torch import Tensor
 
 from megatron_ppo.bridge import Bridge
+from megatron_ppo.families import canonical_tensors
 from megatron_ppo.resharding.checksum import compare_checksums, destination_checksums, source_checksums, tensor_checksum
 from megatron_ppo.resharding.executor import GroupBridge, ReshardExecutor, Work, compare_descriptions, slice_boxes
 from megatron_ppo.resharding.layout import RankLayout, view
+from megatron_ppo.resharding.megatron_layout import megatron_layout
+from megatron_ppo.resharding.megatron_mesh import MegatronParallel, RankCoordinates
 from megatron_ppo.resharding.plan import ReshardPlan, build_plan, volume
+from megatron_ppo.resharding.vllm_layout import vllm_layout
 from megatron_ppo.world import World
 
 PADDING = -3.0
@@ -172,6 +177,28 @@ def test_a_colocated_rank_copies_without_a_group() -> None:
         executor.send(source)
     with pytest.raises(RuntimeError, match="call exchange"):
         executor.receive(live)
+
+
+def test_stacked_experts_and_parameters_inside_larger_storages_are_read_and_written_in_place() -> None:
+    """Boxes of three dims on one side, of two on the other; parameters that are parts of one buffer, as a flat optimizer keeps them."""
+    network = tiny("mixtral", vocab_size=130, num_layers=2, num_experts=4)
+    layouts = megatron_layout(network, MegatronParallel(), RankCoordinates(0, 0, 0)), vllm_layout(network, tensor_parallel_size=1, tp_rank=0)
+    plan = build_plan({0: layouts[0]}, {0: layouts[1]}, bytes_per_element=4)
+    executor = ReshardExecutor(plan, 0, no_group, bucket_bytes=1000, transfer_dtype=torch.float32)
+    full = {name: tensor.float() for name, tensor in numbered(canonical_tensors(network)).items()}
+    sources, live = (inside_one_storage(layout) for layout in layouts)
+    for name, tensor in fill(layouts[0], full, PADDING).items():
+        sources[name].copy_(tensor)
+    executor.exchange(sources, live)
+    expected = fill(layouts[1], full, PADDING)
+    assert all(torch.equal(live[name], expected[name]) for name in expected)
+
+
+def inside_one_storage(layout: RankLayout) -> dict[str, Tensor]:
+    """Parameters with storage offsets of their own."""
+    sizes = [torch.Size(shape).numel() for shape in layout.shapes.values()]
+    parts = torch.full((sum(sizes) + 5,), PADDING)[5:].split(sizes)
+    return {name: part.view(shape) for (name, shape), part in zip(layout.shapes.items(), parts, strict=True)}
 
 
 def test_b28_b31_what_does_not_fit_is_refused_before_anything_is_written() -> None:
