@@ -182,7 +182,7 @@ def gather_canonical(backend: Any, role: str) -> dict[str, Tensor] | None:
     layout = backend.layout(role)
     assert set(layout.shapes) == set(parameters), set(layout.shapes) ^ set(parameters)
     assert all(tuple(parameters[name].shape) == shape for name, shape in layout.shapes.items())
-    mine = [(block.name, block.canonical, _box(parameters[block.parameter], block.local).float().clone()) for block in layout.blocks]
+    mine = [(block.name, block.canonical, _box(parameters[block.parameter], block.local).float().cpu().clone()) for block in layout.blocks]
     everywhere: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everywhere, mine)
     if torch.distributed.get_rank() != 0:

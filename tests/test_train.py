@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from spawn import free_port
+from toy_models import make_toy
 from train_support import PROGRAM, Processes, make_inputs, promised, read_lines, tiny_flags, warnings_in
 
 from megatron_ppo.config import Config
@@ -205,6 +206,23 @@ def test_grpo_without_a_critic_on_the_hugging_face_backend(inputs: Path, tmp_pat
         assert record["refit/received_bytes"] == record["refit/shard_bytes"] > 0
         assert record["logprob_diff/max"] < 1e-4
         assert "loss/value" not in record and "values/mean" not in record
+    assert warnings_in(job.output) == []
+
+
+@pytest.mark.slow
+def test_a_mixture_whose_experts_are_spread_over_replicas(inputs: Path, tmp_path: Path) -> None:
+    """Two replicas that share the experts of a Qwen3-MoE, a separate critic with experts of its own, and a vLLM engine that holds all."""
+    model = make_toy(tmp_path / "model", "qwen3_moe", vocab_size=13, head_dim=32)
+    shutil.copy(inputs / "model" / "tokenizer.model", model)
+    job = run_job(
+        inputs, tmp_path, 3, model_path=model, expert_model_parallel_size=2, rollout_world_size=1, kl_coef=0.05, verify_weights=True
+    )
+    assert [record["iteration"] for record in job.metrics] == [0, 1]
+    for record in job.metrics:
+        assert record["refit/received_bytes"] == record["refit/shard_bytes"] > 0
+        assert record["logprob_diff/max"] < 1e-4
+        assert record["grad_norm"] > 0 and record["loss/value"] > 0
+    assert job.metrics[0]["kl/mean"] == pytest.approx(0.0, abs=1e-6) and job.metrics[1]["kl/mean"] != 0.0
     assert warnings_in(job.output) == []
 
 

@@ -84,10 +84,10 @@ def _split_overrides(overrides: Mapping[str, str]) -> dict[str, Any]:
             continue
         if SPLIT_OVERRIDES[name] is bool and text in ("true", "false"):
             found[name] = text == "true"
-        elif SPLIT_OVERRIDES[name] is int and text.isdecimal():
+        elif SPLIT_OVERRIDES[name] is int and text.isdecimal() and int(text) > 0:
             found[name] = int(text)
         else:
-            kind = "true or false" if SPLIT_OVERRIDES[name] is bool else "a whole number"
+            kind = "true or false" if SPLIT_OVERRIDES[name] is bool else "a whole number above 0"
             raise ValueError(f"transformer_overrides: {name} = {overrides[name]!r} must be {kind}")
     return found
 

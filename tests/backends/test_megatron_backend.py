@@ -12,6 +12,8 @@ from megatron_ppo.backends.megatron_optimizer import learning_rate
 from megatron_ppo.backends.megatron_schedule import pad_micro_batch
 from megatron_ppo.backends.megatron_setup import check_settings
 from megatron_ppo.config import Config, OptimizerConfig
+from megatron_ppo.families import NetworkShape
+from megatron_ppo.resharding.megatron_layout import check_megatron
 from megatron_ppo.resharding.megatron_mesh import MegatronParallel, RankCoordinates, rank_coordinates
 from megatron_ppo.types import MicroBatch
 
@@ -65,12 +67,23 @@ def test_rank_coordinates_are_megatrons_order_and_a_bijection() -> None:
         ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 1}, 2, "at least 2 of both"),
         ({"sequence_parallel": True}, 1, "tensor_model_parallel_size is 1"),
         ({"optimizer": "sgd"}, 1, "use_distributed_optimizer to false"),
+        ({"expert_model_parallel_size": 2}, 3, "expert tensor 1 x expert 2 x pipeline 1 = 2 ranks each"),
         ({"transformer_overrides": {"overlap_p2p_comm": "false"}}, 1, "overlap_p2p_comm, which the pipeline schedule decides"),
     ],
 )
 def test_settings_that_megatron_would_run_wrongly_are_refused(fields: dict[str, object], world_size: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_settings(Config().replace(**fields), world_size)
+
+
+def test_experts_that_are_cut_unlike_attention_must_be_spread_too() -> None:
+    """megatron-core reduces experts' gradients over the ranks of the experts only where they are spread (expert parallelism above 1)."""
+    mixture = NetworkShape("mixtral", 2, 64, 4, 2, 16, 96, 130, tied=False, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True)
+    for tp, expert_tp in ((2, 1), (1, 2)):
+        parallel = MegatronParallel(tp, expert_tensor_parallel_size=expert_tp)
+        with pytest.raises(ValueError, match=f"= {expert_tp} differs from .* = {tp}, which needs expert_model_parallel_size > 1"):
+            check_megatron(mixture, parallel)
+        check_megatron(mixture, dataclasses.replace(parallel, expert_model_parallel_size=2))
 
 
 def test_padding_for_the_interleaved_schedule_adds_nothing_that_is_trained_on() -> None:

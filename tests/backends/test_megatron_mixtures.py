@@ -14,10 +14,23 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_parity_support import Case, adam, assert_same, difference, fields, hugging_face_log_probs, hugging_face_outputs, run_cases
+from megatron_parity_support import (
+    Case,
+    adam,
+    assert_same,
+    difference,
+    fields,
+    hugging_face_log_probs,
+    hugging_face_outputs,
+    run_case,
+    run_cases,
+)
 from safetensors.torch import load_file, save_file
 from spawn import run_ranks
 from toy_models import Family, make_toy
+
+from megatron_ppo import device
+from megatron_ppo.config import Config
 
 pytestmark = pytest.mark.timeout(600)  # a launch of many cases counts as the time of the test that asks first
 
@@ -268,3 +281,35 @@ def test_an_export_from_spread_experts_is_the_source_bit_for_bit(models: dict[st
     before = two_ranks[0]["ep2 export"]["before"]
     assert difference({"x": log_probs}, {"x": before["actor.log_probs"]}) < 1e-5
     assert difference({"x": values}, {"x": before["actor.values"]}) < 1e-5
+
+
+# -- Transformer Engine -----------------------------------------------------------------------------------------------
+
+
+def one_rank_with_transformer_engine(rank: int, world_size: int, case: Case) -> dict[str, Any]:
+    """``run_case`` on a GPU: the experts of a layer are one module there, with names of its own."""
+    from megatron_ppo.backends.megatron import MegatronBackend
+    from megatron_ppo.backends.megatron_setup import destroy_megatron
+
+    torch.distributed.init_process_group(device.process_group_backend(), device_id=device.bind_device())
+    try:
+        result = run_case(case)
+        backend = MegatronBackend(Config().replace(**dict(case.fields)), num_optimizer_steps=8)
+        result["names"] = sorted(backend.weights())
+        destroy_megatron()
+        return result
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not device.has_transformer_engine(), reason="needs Transformer Engine")
+def test_transformer_engines_experts_compute_what_hugging_face_does(models: dict[str, str]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    case = Case(fields(models, "qwen3_moe", transformer_impl="transformer_engine"))
+    (result,) = run_ranks(one_rank_with_transformer_engine, 1, case, timeout_s=300)
+    expected = hugging_face_log_probs(AutoModelForCausalLM.from_pretrained(models["qwen3_moe"]))
+    assert difference({"x": result["before"]["actor.log_probs"]}, {"x": expected}) < 1e-2
+    assert "decoder.layers.2.mlp.experts.linear_fc1.weight7" in result["names"]
+    assert [step.skipped for step, _ in result["steps"]["actor"]] == [False, False]
