@@ -1,4 +1,5 @@
-"""Parts of the Megatron schedule on two ranks that need no network: how rows are cut over context ranks, and how metrics are reduced."""
+"""Parts of the Megatron schedule on two ranks that need no network: how rows are cut over context ranks, how metrics are reduced, and how
+tokens travel whose number differs from rank to rank."""
 
 from __future__ import annotations
 
@@ -31,6 +32,17 @@ def uneven_metrics(rank: int) -> list[dict[str, torch.Tensor]]:
     return [{"reward": torch.tensor([0.0, 1.0]), "only on rank 1": torch.tensor([-3.0, 2.0])}]
 
 
+def exchange_uneven(rank: int) -> tuple[list[float], list[float]]:
+    """What megatron-core does with tokens of experts that are cut: gather parts of 1 and of 3 rows, send back the sum of the gradients."""
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+    own = torch.tensor([[0.0]] if rank == 0 else [[1.0], [2.0], [3.0]], requires_grad=True)
+    whole = gather_from_sequence_parallel_region(own, group=dist.group.WORLD, output_split_sizes=[1, 3])
+    (whole.squeeze(1) * torch.tensor([1.0, 2.0, 3.0, 4.0]) * (1 + 9 * rank)).sum().backward()
+    assert own.grad is not None
+    return whole.squeeze(1).tolist(), own.grad.squeeze(1).tolist()
+
+
 def use_schedule(rank: int, world_size: int) -> dict[str, Any]:
     from megatron_ppo.backends.megatron_schedule import context_part, reduce_metrics
     from megatron_ppo.backends.megatron_setup import destroy_megatron, initialize_megatron
@@ -41,6 +53,7 @@ def use_schedule(rank: int, world_size: int) -> dict[str, Any]:
         initialize_megatron(Config().replace(**fields), seed=1)
         found[name] = reduce_metrics(uneven_metrics(rank))
         if name == "dp2":
+            found["uneven"] = exchange_uneven(rank)
             found["nothing on rank 1"] = reduce_metrics(uneven_metrics(0) if rank == 0 else [])
         if name == "cp2":
             whole = eight_tokens()
@@ -80,3 +93,8 @@ def test_b106_of_a_replica_one_rank_counts(two_ranks: list[dict[str, Any]]) -> N
     for found in two_ranks:
         assert found["cp2"] == {"reward": 1.0, "only on rank 0": 1.5}
         assert found["pp2"] == {"reward": 0.0, "only on rank 1": -1.5}
+
+
+def test_ranks_exchange_different_numbers_of_tokens(two_ranks: list[dict[str, Any]]) -> None:
+    assert two_ranks[0]["uneven"] == ([0.0, 1.0, 2.0, 3.0], [11.0])
+    assert two_ranks[1]["uneven"] == ([0.0, 1.0, 2.0, 3.0], [22.0, 33.0, 44.0])
