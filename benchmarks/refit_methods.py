@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_ppo.bridge import Bridge
 from megatron_ppo.families import NetworkShape
 from megatron_ppo.resharding.executor import ReshardExecutor, TransferStats, Work
+from megatron_ppo.resharding.layout import RankLayout
 from megatron_ppo.resharding.plan import build_plan
 
 _TIMEOUT_S = 600.0
@@ -37,6 +39,51 @@ class Traffic:
 
     bytes_sent: int
     bytes_received: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a method on one rank: seconds from barrier to barrier, and the CPU time of all its threads between them."""
+
+    seconds: float
+    user_s: float
+    system_s: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Where the last run of ``exact`` spent its time on this rank's main thread; what is left is copying and bookkeeping."""
+
+    total_s: float
+    waiting_s: float
+    starting_s: float
+
+
+class _TimedGroup:
+    """A bridge that adds up the time spent in starting broadcasts and in waiting for them."""
+
+    def __init__(self, bridge: Bridge) -> None:
+        self._bridge = bridge
+        self.starting_s = self.waiting_s = 0.0
+
+    def broadcast(self, tensor: Tensor, source: int, async_op: bool = False) -> Work:
+        """As ``Bridge.broadcast``."""
+        started = time.perf_counter()
+        work = self._bridge.broadcast(tensor, source, async_op=True)
+        self.starting_s += time.perf_counter() - started
+        assert work is not None
+        return _TimedWork(work, self)
+
+
+@dataclass
+class _TimedWork:
+    work: dist.Work
+    group: _TimedGroup
+
+    def wait(self) -> None:
+        started = time.perf_counter()
+        self.work.wait()
+        self.group.waiting_s += time.perf_counter() - started
 
 
 class NoGroup:
@@ -61,6 +108,8 @@ class TransferRank:
         if self._trains:
             fill(self._layout, network, self._parameters)
         self._groups: dict[str, Bridge] = {}
+        self._timed: list[_TimedGroup] = []
+        self._exact_s = 0.0
         self._executor = ReshardExecutor(self._plan, rank, self._make_group, bucket_bytes=bucket_bytes, transfer_dtype=DTYPE)
         self._copies_only = ReshardExecutor(self._plan, rank, lambda *_: NoGroup(), bucket_bytes=bucket_bytes, transfer_dtype=DTYPE)
         self._gather = self._make_gather(sources)
@@ -71,14 +120,14 @@ class TransferRank:
     def _trains(self) -> bool:
         return self._rank < self._mesh.num_training
 
-    def run(self, method: str) -> float:
-        """Seconds from one barrier over all ranks to the next, with the method between them."""
-        call = self._call(method)
-        self._everybody.barrier()
-        started = time.perf_counter()
-        call()
-        self._everybody.barrier()
-        return time.perf_counter() - started
+    def run(self, method: str) -> Run:
+        """Run the method between two barriers over all ranks."""
+        return measure(self._call(method), self._everybody.barrier)
+
+    def profile(self) -> Profile:
+        """Of the last run of ``exact``."""
+        groups = self._timed
+        return Profile(self._exact_s, sum(group.waiting_s for group in groups), sum(group.starting_s for group in groups))
 
     def traffic(self, method: str) -> Traffic:
         """What the method's last run moved here."""
@@ -110,14 +159,10 @@ class TransferRank:
         return max(block.num_elements for block in self._layout.blocks) * DTYPE.itemsize
 
     def prepare_limit(self) -> None:
-        """Make the packed buffers; after that the parameters are not needed for ``limit``."""
+        """Make the packed buffers of ``limit``."""
         for group in self._plan.groups_of(self._rank):
             packed = torch.ones(group.num_elements, dtype=DTYPE)
             self._packed.append((self._groups[group.name], group.source, packed))
-
-    def release_limit(self) -> None:
-        """Give the packed buffers back."""
-        self._packed.clear()
 
     # -- methods ------------------------------------------------------------------------------------------------------
 
@@ -131,7 +176,11 @@ class TransferRank:
         }[method]
 
     def _sync(self, executor: ReshardExecutor, method: str) -> None:
+        for group in self._timed:
+            group.waiting_s = group.starting_s = 0.0
         stats: TransferStats = executor.send(self._parameters) if self._trains else executor.receive(self._parameters)
+        if method == "exact":
+            self._exact_s = stats.seconds
         self._traffic[method] = Traffic(stats.bytes_sent, stats.bytes_received)
 
     def _run_gather(self) -> None:
@@ -148,11 +197,12 @@ class TransferRank:
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
-    def _make_group(self, name: str, ranks: Sequence[int]) -> Bridge:
+    def _make_group(self, name: str, ranks: Sequence[int]) -> _TimedGroup:
         self._groups[name] = Bridge(name, ranks, self._world, timeout_s=_TIMEOUT_S)
-        return self._groups[name]
+        self._timed.append(_TimedGroup(self._groups[name]))
+        return self._timed[-1]
 
-    def _make_gather(self, sources: dict) -> GatherSender | GatherReceiver:
+    def _make_gather(self, sources: dict[int, RankLayout]) -> GatherSender | GatherReceiver:
         tp, rollout = self._mesh.parallel.tensor_model_parallel_size, self._world.rollout_ranks
         stages = find_stages(sources, tp)
         bridges = [
@@ -166,6 +216,16 @@ class TransferRank:
         number = self._rank // tp
         bridge = bridges[0] if bridges else None
         return GatherSender(stages[number], self._rank, self._parameters, bridge, groups[number], self._bucket_bytes)
+
+
+def measure(call: Callable[[], None], barrier: Callable[[], None]) -> Run:
+    """Time a call between two barriers."""
+    barrier()
+    before, started = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+    call()
+    barrier()
+    seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF)
+    return Run(seconds, after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime)
 
 
 def peak_allocated_bytes(function: Callable[[], None]) -> int:
