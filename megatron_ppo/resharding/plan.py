@@ -164,7 +164,7 @@ def build_plan(
         trainer_only: canonical names that need no destination.
 
     Sources are chosen so that, first, the largest of ingress and egress over all ranks is the least possible (``source_choice.py``:
-    within one part in 64 where egress is the larger), and, second, groups are few. So data-parallel replicas share the sending only
+    within one part in 64, where that saves groups), and, second, groups are few. So data-parallel replicas share the sending only
     where it is the limit.
 
     Groups of a rollout rank, where receiving is the limit: one for each distinct share of a stage's weights that it takes a part of,

@@ -1,7 +1,7 @@
 """Which source sends how much of each stream: the numbers only. Used by ``plan.py``, which knows the boxes.
 
-First the largest of ingress and egress over ranks is made the least possible, then groups (pairs of source and destination class)
-few. Sizes are elements; a stream may be shared at any element.
+First the largest of ingress and egress over ranks is made the least possible (within one part in 64, where that saves groups), then
+groups (pairs of source and destination class) few. Sizes are elements; a stream may be shared at any element.
 
     streams     what one destination class takes from any one of a set of ranks          sets overlap: norms lie on every rank of a stage,
        |                                                                                  a row of a matrix on its data-parallel copies
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 _SLACK = 64
-"""Where egress is the limit, a sender may exceed the least possible by one part in so many: norms are not worth communicators."""
+"""The busiest rank may exceed the least possible by one part in so many where that saves groups: norms are not worth communicators."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,17 @@ def choose_sources(streams: Sequence[StreamSize], *, ingress: int, own: Sequence
         own: for each destination class its ranks; a source among them is preferred, all else equal.
     """
     limit = ingress
-    while True:
-        shares = _Shares(streams, own, limit)
-        bound = shares.fill()
-        if bound is None:
-            break
+    while (bound := _Shares(streams, own, limit).fill()) is not None:
         assert bound > limit, f"a bound of {bound} does not exceed the limit {limit} that could not be kept"
         limit = bound
-    if limit > ingress:
-        relaxed = _Shares(streams, own, max(ingress, limit + limit // _SLACK))
-        bound = relaxed.fill()
-        assert bound is None, "more room cannot make an assignment impossible"
-        shares = relaxed
-    return [dict(sorted(amounts.items())) for amounts in shares.amounts]
+    attempts = []
+    for most in (limit, limit + limit // _SLACK):
+        for by_receiver in (False, True):
+            attempts.append(_Shares(streams, own, most))
+            bound = attempts[-1].fill(by_receiver=by_receiver)
+            assert bound is None, "a limit that one order keeps is kept by all"
+    fewest = min(attempts, key=lambda attempt: attempt.num_groups)  # the first of equals, so that room is used only where it helps
+    return [dict(sorted(amounts.items())) for amounts in fewest.amounts]
 
 
 class _Shares:
@@ -73,9 +71,23 @@ class _Shares:
         """(rank, destination class) -> unassigned streams that the rank could send."""
         self.amounts: list[dict[int, int]] = [{} for _ in streams]
 
-    def fill(self) -> int | None:
-        """Assign everything. None, or else a lower bound of the busiest sender above the limit: it cannot be kept."""
-        order = sorted(range(len(self._streams)), key=lambda n: (len(self._streams[n].candidates), -self._streams[n].size, n))
+    @property
+    def num_groups(self) -> int:
+        """Pairs of a rank and a destination class to which it sends anything."""
+        return len({(rank, stream.receiver) for stream, amounts in zip(self._streams, self.amounts, strict=True) for rank in amounts})
+
+    def fill(self, *, by_receiver: bool = False) -> int | None:
+        """Assign everything. None, or else a lower bound of the busiest sender above the limit: it cannot be kept.
+
+        Streams with fewest candidates choose first: of all, or (``by_receiver``) of one class after the other, which keeps room for its
+        small streams where its large ones went.
+        """
+
+        def scarcity(number: int) -> tuple[int, int, int, int]:
+            stream = self._streams[number]
+            return stream.receiver if by_receiver else 0, len(stream.candidates), -stream.size, number
+
+        order = sorted(range(len(self._streams)), key=scarcity)
         left = {number: rest for number in order if (rest := self._assign_greedily(number))}
         for number, missing in left.items():
             pushed = 0
@@ -89,8 +101,8 @@ class _Shares:
     def _assign_greedily(self, number: int) -> int:
         """Give the stream to one rank, or else to as few as have room; returns the elements that are left over.
 
-        Streams with fewest candidates come first. Among these a rank is preferred that has a group with the class, then the one that
-        can also send most of the class's other streams, so that dense weights follow the experts.
+        A rank is preferred that has a group with the class, then the one that can also send most of the class's other streams, so that
+        dense weights follow the experts.
         """
         stream = self._streams[number]
         receiver, own = stream.receiver, self._own[stream.receiver]
