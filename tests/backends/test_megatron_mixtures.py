@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 import torch
 from megatron_parity_support import (
+    ROWS,
     Case,
     adam,
     assert_same,
     difference,
     fields,
+    fixed_rows,
     hugging_face_log_probs,
     hugging_face_outputs,
     run_case,
@@ -168,6 +170,20 @@ def test_log_probs_of_a_mixture_equal_hugging_face(models: dict[str, str], singl
         for layer in network.model.layers:
             layer.mlp.gate.norm_topk_prob = not layer.mlp.gate.norm_topk_prob
         assert difference({"x": hugging_face_log_probs(network)}, {"x": expected}) > 1e-2
+
+
+@pytest.mark.slow
+def test_values_and_scores_of_a_mixture_equal_hugging_face(models: dict[str, str], single: Results) -> None:
+    """Critic and reward model start from the same classifier; a score is the value of the last real token."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    before = single["all roles"]["before"]
+    classifier = AutoModelForSequenceClassification.from_pretrained(models["score"])
+    log_probs, values = hugging_face_outputs(AutoModelForCausalLM.from_pretrained(models["as they are"]), classifier)
+    with torch.no_grad():
+        scores = torch.cat([classifier(fixed_rows([row]).tokens).logits[:, 0] for row in range(ROWS)])
+    found = {"log_probs": before["reference.log_probs"], "values": before["critic.values"], "scores": before["scores"]}
+    assert difference(found, {"log_probs": log_probs, "values": values, "scores": scores}) < 1e-5
 
 
 @pytest.mark.slow
