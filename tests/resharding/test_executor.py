@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import os
-from collections.abc import Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from dense_layouts import Dense, engine_mesh, fill, shard_elements, trainer_mesh
+from gloo_support import PADDING, a_world, allocated_bytes, transposed, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layout_support import numbered, tiny
@@ -27,9 +25,6 @@ from megatron_ppo.resharding.megatron_layout import megatron_layout
 from megatron_ppo.resharding.megatron_mesh import MegatronParallel, RankCoordinates
 from megatron_ppo.resharding.plan import ReshardPlan, build_plan, volume
 from megatron_ppo.resharding.vllm_layout import vllm_layout
-from megatron_ppo.world import World
-
-PADDING = -3.0
 
 
 def test_slices_of_a_box_tile_it_in_order() -> None:
@@ -41,36 +36,6 @@ def test_slices_of_a_box_tile_it_in_order() -> None:
 
 
 # ---- over gloo: one launch, many cases
-
-
-def a_world(rank: int, world_size: int, num_training: int) -> World:
-    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    store = dist.TCPStore(*address, world_size, is_master=rank == 0, timeout=timedelta(seconds=60))
-    trains = rank < num_training
-    return World(
-        global_rank=rank,
-        world_size=world_size,
-        local_rank=rank,
-        mesh="training" if trains else "rollout",
-        rank=rank if trains else rank - num_training,
-        mesh_size=num_training if trains else world_size - num_training,
-        training_ranks=range(num_training),
-        rollout_ranks=range(num_training, world_size),
-        rollout_tensor_parallel_size=1,
-        store=store,
-        run_id="test",
-    )
-
-
-def values(model: Dense, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Random values with many bits, so that a cast to bfloat16 rounds."""
-    generator = torch.Generator().manual_seed(3)
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in model.shapes().items()}
-
-
-def transposed(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same values, column-major."""
-    return {name: t.t().contiguous().t() if t.dim() == 2 else t for name, t in parameters.items()}
 
 
 def case_topologies(model: Dense, num_training: int, num_rollout: int) -> list[tuple[dict[int, RankLayout], dict[int, RankLayout]]]:
@@ -182,7 +147,10 @@ def test_a_colocated_rank_copies_without_a_group() -> None:
 def test_stacked_experts_and_parameters_inside_larger_storages_are_read_and_written_in_place() -> None:
     """Boxes of three dims on one side, of two on the other; parameters that are parts of one buffer, as a flat optimizer keeps them."""
     network = tiny("mixtral", vocab_size=130, num_layers=2, num_experts=4)
-    layouts = megatron_layout(network, MegatronParallel(), RankCoordinates(0, 0, 0)), vllm_layout(network, tensor_parallel_size=1, tp_rank=0)
+    layouts = (
+        megatron_layout(network, MegatronParallel(), RankCoordinates(0, 0, 0)),
+        vllm_layout(network, tensor_parallel_size=1, tp_rank=0),
+    )
     plan = build_plan({0: layouts[0]}, {0: layouts[1]}, bytes_per_element=4)
     executor = ReshardExecutor(plan, 0, no_group, bucket_bytes=1000, transfer_dtype=torch.float32)
     full = {name: tensor.float() for name, tensor in numbered(canonical_tensors(network)).items()}
@@ -307,16 +275,6 @@ def test_two_buffers_are_all_the_memory_and_two_broadcasts_all_that_fly() -> Non
     assert 0 < sum(allocated) <= 2 * bucket_bytes
     log.clear()
     assert sum(allocated_bytes(lambda: executor.send(weights))) == 0, "the second sync must reuse the buffers"
-
-
-def allocated_bytes(function: Any) -> list[int]:
-    """Sizes of all tensor memory that torch allocates in a call, whether or not it is given back."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        function()
-    sizes = [event.cpu_memory_usage for event in profile.events() if event.name == "[memory]"] or [
-        event.self_cpu_memory_usage for event in profile.events()
-    ]
-    return [size for size in sizes if size > 0]
 
 
 # ---- the order in which buckets are served

@@ -68,7 +68,7 @@ EXPERT_MESHES = {
     "ep4, one module of experts": Mesh(4, MegatronParallel(expert_model_parallel_size=4), True),
     "tp2 ep2, experts whole": Mesh(2, MegatronParallel(2, expert_model_parallel_size=2, expert_tensor_parallel_size=1)),
     "tp2 ep2, experts cut": Mesh(4, MegatronParallel(2, expert_model_parallel_size=2)),
-    "experts cut, the rest whole": Mesh(2, MegatronParallel(expert_tensor_parallel_size=2)),
+    "ep2, experts cut, the rest whole": Mesh(4, MegatronParallel(expert_model_parallel_size=2, expert_tensor_parallel_size=2)),
     "tp2 ep2 pp2, fused norms": Mesh(4, MegatronParallel(2, 2, expert_model_parallel_size=2, expert_tensor_parallel_size=1), True),
     "ep2 pp2, 3 + 1 layers": Mesh(4, MegatronParallel(1, 2, expert_model_parallel_size=2, num_layers_in_last_pipeline_stage=1)),
     "ep4 tp2 pp2, 2 chunks": Mesh(8, MegatronParallel(2, 2, 2, expert_model_parallel_size=4, expert_tensor_parallel_size=1)),
@@ -226,7 +226,7 @@ def with_expert_numbers(source: Path, family: Family) -> dict[str, Tensor]:
 @pytest.mark.parametrize("family", MIXTURES)
 @pytest.mark.parametrize("fused", [False, True], ids=["module a expert", "one module"])
 @pytest.mark.parametrize(
-    ("tp", "ep", "expert_tp", "world_size"), [(1, 4, 1, 4), (2, 4, 1, 4), (2, 4, 2, 8), (1, 2, 1, 4), (1, 8, 1, 8), (1, 1, 2, 2)]
+    ("tp", "ep", "expert_tp", "world_size"), [(1, 4, 1, 4), (2, 4, 1, 4), (2, 4, 2, 8), (1, 2, 1, 4), (1, 8, 1, 8), (1, 2, 2, 4)]
 )
 def test_b18_experts_keep_their_numbers(
     tmp_path: Path, family: Family, fused: bool, tp: int, ep: int, expert_tp: int, world_size: int
