@@ -1,8 +1,8 @@
 """The field's usual weight sync, written as well as it can be: what ``refit.py`` compares the exact way with.
 
-slime (``update_weight_from_distributed``), verl (``checkpoint_engine`` over NCCL) and OpenRLHF's Megatron and DeepSpeed paths all do the
-same in essence: walk over the layers, all-gather each weight over the tensor-parallel group, let one rank of each pipeline stage
-broadcast the full tensors to all ranks of all engines, in buckets, and let every engine rank cut its own shard out of them.
+slime (``UpdateWeightFromDistributed``), verl (``checkpoint_engine`` over NCCL) and OpenRLHF (over DeepSpeed's shards) do the same in
+essence: walk over the layers, all-gather each weight over the ranks that share it, let one rank (slime: of each pipeline stage) broadcast
+the full tensors to all ranks of all engines, in buckets or one by one, and let every engine rank cut its own shard out of them.
 
     TP rank 0 of a stage   all-gather 0 | all-gather 1 | all-gather 2 ...       straight from the parameters, into a bucket
                                   broadcast 0 --- | broadcast 1 --- |           the bucket as it was gathered
