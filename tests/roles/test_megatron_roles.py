@@ -36,6 +36,8 @@ TOYS: dict[str, dict[str, Any]] = {
     "reward": {"family": "llama", "score_head": True},
     "b15": {"family": "qwen3", "hidden_size": 1024, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "num_layers": 1},
     "qwen2_tied": {"family": "qwen2", "tied": True},
+    "mixtral": {"family": "mixtral"},
+    "qwen3_moe": {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3},
 }
 LANGUAGE_MODELS = [name for name in TOYS if name != "reward"]
 TOPOLOGIES: dict[str, dict[str, Any]] = {
@@ -54,13 +56,13 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The toys, all with dropout in their config (B63): it must change nothing."""
+    """The toys, all with dropout and router jitter in their config (B63): it must change nothing."""
     root = tmp_path_factory.mktemp("toys")
     made = {name: make_toy(root / name, seed=number, **options) for number, (name, options) in enumerate(TOYS.items())}
     for folder in made.values():
         if "reward" not in folder.name:
             path = folder / "config.json"
-            path.write_text(json.dumps(json.loads(path.read_text()) | {"attention_dropout": 0.1}))
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"attention_dropout": 0.1, "router_jitter_noise": 0.1}))
     return made
 
 
@@ -184,7 +186,7 @@ def test_log_probs_and_entropy_equal_hugging_face(name: str, single: dict[str, A
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
 def test_b63_scoring_and_updating_are_the_same_function(name: str, single: dict[str, Any]) -> None:
-    """The config asks for dropout 0.1; the ratio before any step is 1 to the last bit all the same."""
+    """The config asks for dropout and router jitter 0.1; the ratio before any step is 1 to the last bit all the same."""
     assert torch.equal(single[name]["eval"]["log_probs"], single[name]["train"]["log_probs"])
 
 
