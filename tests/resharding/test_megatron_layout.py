@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from layout_support import PADDING, gather, numbered, scatter, tiny
 from torch import Tensor
 
+from megatron_ppo.config import Config
 from megatron_ppo.families import EMBEDDING, LM_HEAD, SCORE_HEAD, NetworkShape, canonical_tensors
 from megatron_ppo.resharding.layout import RankLayout
-from megatron_ppo.resharding.megatron_layout import megatron_layout, padded_vocab_size
-from megatron_ppo.resharding.megatron_mesh import MegatronParallel, RankCoordinates, stage_layers
+from megatron_ppo.resharding.megatron_layout import megatron_layout, padded_vocab_size, training_layouts
+from megatron_ppo.resharding.megatron_mesh import MegatronParallel, RankCoordinates, megatron_parallel, rank_coordinates, stage_layers
 
 QKV = "decoder.layers.0.self_attention.linear_qkv."
 
@@ -158,6 +159,89 @@ def test_b13_stages_hold_every_layer_once_or_are_refused_with_numbers() -> None:
             assert order == list(range(layers))
 
 
+EMBEDDING_COUNTS = {"account_for_embedding_in_pipeline_split": True}
+LOSS_COUNTS = {"account_for_loss_in_pipeline_split": True}
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "vpp", "cut", "sizes"),
+    [
+        (7, 2, None, {"num_layers_in_first_pipeline_stage": 3}, [3, 4]),
+        (9, 4, None, {"num_layers_in_last_pipeline_stage": 3}, [2, 2, 2, 3]),
+        (8, 4, None, {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 3}, [1, 2, 2, 3]),
+        (3, 2, None, {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 2}, [1, 2]),
+        (7, 4, None, EMBEDDING_COUNTS, [1, 2, 2, 2]),
+        (7, 4, None, LOSS_COUNTS, [2, 2, 2, 1]),
+        (6, 4, None, EMBEDDING_COUNTS | LOSS_COUNTS, [1, 2, 2, 1]),
+        (2, 4, None, EMBEDDING_COUNTS | LOSS_COUNTS, [0, 1, 1, 0]),
+        (126, 16, None, EMBEDDING_COUNTS | LOSS_COUNTS, [7, *[8] * 14, 7]),
+        (6, 2, 2, EMBEDDING_COUNTS | LOSS_COUNTS, [3, 3]),
+        (12, 2, 2, {"num_layers_in_first_pipeline_stage": 4}, [4, 8]),
+    ],
+)
+def test_b13_uneven_stages_hold_every_layer_once(
+    layers: int, pp: int, vpp: int | None, cut: dict[str, int | bool], sizes: list[int]
+) -> None:
+    """Disjoint, ordered, and together 0..L-1; given as the strings of ``transformer_overrides`` they mean the same."""
+    parallel = MegatronParallel(1, pp, vpp, **cut)
+    stages = stage_layers(layers, parallel)
+    assert [sum(map(len, chunks)) for chunks in stages] == sizes
+    assert [layer for v in range(vpp or 1) for stage in stages for layer in stage[v]] == list(range(layers))
+    if vpp is None:
+        assert [layer for stage in stages for layer in stage[0]] == list(range(layers))
+    config = Config().replace(
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        transformer_overrides={name: str(value).lower() for name, value in cut.items()},
+    )
+    assert megatron_parallel(config) == parallel
+    network = tiny(num_layers=layers, vocab_size=8)
+    held = [b.name for layout in all_ranks(network, parallel).values() for b in layout.blocks if b.name.endswith("input_layernorm.weight")]
+    assert sorted(held) == sorted(f"model.layers.{layer}.input_layernorm.weight" for layer in range(layers))
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "vpp", "cut", "message"),
+    [
+        (30, 4, None, {}, "30 layers are not a multiple of pipeline_model_parallel_size = 4; it may be one of"),
+        (8, 4, None, {"num_layers_in_first_pipeline_stage": 3}, "8 layers.*first_pipeline_stage = 3.*leave 5 for the other 3 of 4 stages"),
+        (4, 2, None, {"num_layers_in_first_pipeline_stage": 2, "num_layers_in_last_pipeline_stage": 1}, "leave 1 for the other 0 of 2"),
+        (4, 2, None, {"num_layers_in_first_pipeline_stage": 4}, "leave 0 for the other 1 of 2"),
+        (4, 2, None, {"num_layers_in_first_pipeline_stage": 0}, "first_pipeline_stage = 0"),
+        (4, 1, None, {"num_layers_in_first_pipeline_stage": 4}, "4 layers"),
+        (4, 2, None, EMBEDDING_COUNTS, r"4 layers \+ embedding are not a multiple of pipeline_model_parallel_size = 2"),
+        (5, 4, None, EMBEDDING_COUNTS | LOSS_COUNTS, r"5 layers \+ embedding \+ loss"),
+        (7, 4, None, EMBEDDING_COUNTS | {"num_layers_in_first_pipeline_stage": 1}, "exclude each other"),
+        (10, 2, 2, {"num_layers_in_first_pipeline_stage": 3}, "stage 0 has 3 layers, which virtual_pipeline_model_parallel_size 2"),
+    ],
+)
+def test_b13_uneven_stages_that_do_not_fit_are_refused_with_numbers(
+    layers: int, pp: int, vpp: int | None, cut: dict[str, int | bool], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        megatron_layout(tiny(num_layers=layers, vocab_size=8), MegatronParallel(1, pp, vpp, **cut), RankCoordinates(0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("num_layers_in_first_pipeline_stage", "three", "num_layers_in_first_pipeline_stage = 'three' must be a whole number"),
+        ("num_layers_in_last_pipeline_stage", "2.5", "must be a whole number"),
+        ("expert_tensor_parallel_size", "-1", "must be a whole number"),
+        ("account_for_loss_in_pipeline_split", "yes", "account_for_loss_in_pipeline_split = 'yes' must be true or false"),
+        ("account_for_embedding_in_pipeline_split", "1", "must be true or false"),
+    ],
+)
+def test_b13_overrides_that_are_no_number_or_switch_are_refused(name: str, value: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        megatron_parallel(Config().replace(transformer_overrides={name: value}))
+
+
+def test_overrides_may_be_left_to_megatron_in_words() -> None:
+    unset = Config().replace(transformer_overrides={"num_layers_in_first_pipeline_stage": "None", "expert_tensor_parallel_size": "null"})
+    assert megatron_parallel(unset) == MegatronParallel()
+
+
 def test_b15_head_dim_is_not_derived() -> None:
     network = tiny(hidden_size=1024, num_attention_heads=16, num_key_value_heads=8, head_dim=128, num_layers=1, vocab_size=8)
     layout = megatron_layout(network, MegatronParallel(), RankCoordinates(0, 0, 0))
@@ -175,6 +259,64 @@ def test_transformer_engine_spec_fuses_the_norms() -> None:
         for name, shape in plain.shapes.items()
     }
     assert renamed == fused.shapes and plain.shapes != fused.shapes
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_transformer_engine_keeps_experts_in_one_module_and_their_norm_unfused(family: str) -> None:
+    """``experts.linear_fc1.weight{j}``; a router stands between the norm and the experts."""
+    parallel, place = MegatronParallel(expert_model_parallel_size=4), RankCoordinates(0, 0, 0, ep=1)
+    plain = megatron_layout(tiny(family), parallel, place)
+    fused = megatron_layout(tiny(family), parallel, place, transformer_engine_names=True)
+    mlp = "decoder.layers.0.mlp."
+    assert {f"{mlp}experts.{part}.weight{j}" for part in ("linear_fc1", "linear_fc2") for j in range(2)} <= fused.shapes.keys()
+    assert "decoder.layers.0.pre_mlp_layernorm.weight" in fused.shapes and f"{mlp}router.weight" in fused.shapes
+    assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in fused.shapes
+    assert not [name for name in fused.shapes if "local_experts" in name or "linear_fc1.layer_norm" in name or "input_layernorm" in name]
+    assert [(b.name, b.canonical) for b in fused.blocks] == [(b.name, b.canonical) for b in plain.blocks]
+    assert list(fused.shapes.values()) == list(plain.shapes.values())
+
+
+@pytest.mark.parametrize("transformer_engine_names", [False, True])
+def test_b18_local_expert_j_of_rank_r_is_expert_2r_plus_j(transformer_engine_names: bool) -> None:
+    """8 experts, EP 4, expert e filled with e: names carry the global number before the projection, and nothing is lost or doubled."""
+    network = tiny("qwen3_moe", num_layers=1, vocab_size=40)
+    tensors = numbered(canonical_tensors(network))
+    experts = {name: int(name.split(".experts.")[1].split(".")[0]) for name in tensors if ".experts." in name}
+    assert {name for name in experts if name.endswith("gate_proj.weight")} == {
+        f"model.layers.0.mlp.experts.{e}.gate_proj.weight" for e in range(8)
+    }
+    for name, number in experts.items():
+        tensors[name].fill_(number)
+    parallel = MegatronParallel(expert_model_parallel_size=4)
+    layouts = training_layouts(network, parallel, 4, transformer_engine_names=transformer_engine_names)
+    local = {rank: scatter(layout, tensors) for rank, layout in layouts.items()}
+    for rank, j, part in product(range(4), range(2), ("linear_fc1", "linear_fc2")):
+        name = f"{part}.weight{j}" if transformer_engine_names else f"local_experts.{j}.{part}.weight"
+        assert local[rank][f"decoder.layers.0.mlp.experts.{name}"].unique().tolist() == [2 * rank + j]
+    back = gather([(layouts[rank], local[rank]) for rank in layouts], canonical_tensors(network))
+    assert all(back[name].unique().tolist() == [number] for name, number in experts.items())
+    assert sum(t.numel() for t in back.values()) == sum(t.numel() for t in tensors.values())
+    held = [sum(b.num_elements for b in layout.blocks if ".experts." in b.name) for layout in layouts.values()]
+    assert sum(held) == sum(tensors[name].numel() for name in experts) and len(set(held)) == 1
+
+
+def test_b18_expert_tensor_parallel_ranks_share_each_expert() -> None:
+    """TP 4, EP 2, expert TP 2: rank 2e + t holds experts 4e onwards, rows [gate_t; up_t] and columns t of each."""
+    network = tiny("mixtral", num_layers=1, vocab_size=40)
+    tensors = numbered(canonical_tensors(network))
+    parallel = MegatronParallel(4, expert_model_parallel_size=2, expert_tensor_parallel_size=2)
+    layouts = training_layouts(network, parallel, 4)
+    for rank, layout in layouts.items():
+        place = rank_coordinates(rank, 4, parallel)
+        assert (place.tp, place.ep, place.expert_tp) == (rank, rank // 2, rank % 2)
+        part, local = slice(12 * place.expert_tp, 12 * place.expert_tp + 12), scatter(layout, tensors)
+        for j in range(4):
+            gate, up, down = (tensors[f"model.layers.0.block_sparse_moe.experts.{4 * place.ep + j}.{w}.weight"] for w in ("w1", "w3", "w2"))
+            experts = f"decoder.layers.0.mlp.experts.local_experts.{j}."
+            assert torch.equal(local[f"{experts}linear_fc1.weight"], torch.cat([gate[part], up[part]]))
+            assert torch.equal(local[f"{experts}linear_fc2.weight"], down[:, part])
+    full = gather([(layout, scatter(layout, tensors)) for layout in layouts.values()], canonical_tensors(network))
+    assert all(torch.equal(full[name], tensors[name]) for name in tensors)
 
 
 @pytest.mark.parametrize(("head", "output", "value"), [("lm", 1, 0), ("value", 0, 1), ("lm+value", 1, 1), ("score", 0, 1)])
@@ -197,6 +339,17 @@ def test_heads_stand_on_the_last_stage(head: str, output: int, value: int, tied:
         (tiny(intermediate_size=26), MegatronParallel(4), "intermediate_size 26.*size = 4"),
         (tiny(num_key_value_heads=1, head_dim=3), MegatronParallel(4), "18 rows of linear_qkv.*size = 4"),
         (tiny(), MegatronParallel(0), "at least 1"),
+        (tiny(), MegatronParallel(expert_model_parallel_size=2), "expert_model_parallel_size = 2, but llama is a dense family"),
+        (tiny(), MegatronParallel(expert_tensor_parallel_size=1), "expert_tensor_parallel_size = 1, but llama is a dense family"),
+        (tiny("mixtral"), MegatronParallel(expert_model_parallel_size=3), "8 experts.*expert_model_parallel_size = 3"),
+        (tiny("mixtral"), MegatronParallel(2, expert_tensor_parallel_size=1), "expert_tensor_parallel_size = 1 differs from.*= 2"),
+        (tiny("mixtral"), MegatronParallel(expert_model_parallel_size=0), "at least 1"),
+        (
+            tiny("qwen3_moe", intermediate_size=26),
+            MegatronParallel(4, expert_model_parallel_size=2, expert_tensor_parallel_size=4),
+            "moe_intermediate_size 26 is not a multiple of the 4 ranks",
+        ),
+        (tiny(num_layers=5), MegatronParallel(1, 2), "5 layers.*size = 2"),
     ],
 )
 def test_b03_sizes_that_do_not_divide_are_refused_with_both_numbers(
