@@ -38,7 +38,7 @@ from megatron_ppo.world import World, close_world, init_world
 pytestmark = pytest.mark.timeout(600)
 
 PROMPTS = tuple(Prompt(i, tuple(range(3 + i, 5 + 3 * i)), text="") for i in range(6))
-SPOILT = "model.layers.1.mlp.down_proj.weight"
+SPOILT = "model.layers.1.self_attn.o_proj.weight"
 """The parameter that the last sync finds changed, on the last rank."""
 
 
@@ -53,6 +53,7 @@ class Case:
 
 
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
 TWO_REPLICAS, ROLLOUT_TP2 = {"rollout_tensor_parallel_size": 1}, {"rollout_tensor_parallel_size": 2}
 BF16 = {"rollout_dtype": "bfloat16"}
 SHARED = {"critic": "shared", "advantage_estimator": "gae"}
@@ -66,6 +67,8 @@ CASES = {
     "qwen3 pp2 vpp2 to two replicas in bf16": Case(
         "qwen3", 4, PP2 | TWO_REPLICAS | BF16 | {"virtual_pipeline_model_parallel_size": 2}, {"num_layers": 4}
     ),
+    "mixtral tp2 ep2 to two replicas": Case("mixtral", 6, TP2 | EP2 | TWO_REPLICAS | {"sequence_parallel": True}),
+    "qwen3_moe pp2 ep2 to tp2 in bf16": Case("qwen3_moe", 6, PP2 | EP2 | ROLLOUT_TP2 | BF16, {"vocab_size": 201}),
     "qwen2 tp2 to tp2, trained in bf16": Case("qwen2", 4, TP2 | ROLLOUT_TP2 | BF16 | {"params_dtype": "bfloat16"}, {"vocab_size": 201}),
 }
 FAST = "llama tp2 to two replicas"

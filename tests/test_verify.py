@@ -37,7 +37,7 @@ TRAINING: dict[str, dict[str, object]] = {
     "VPP2": PP2 | {"virtual_pipeline_model_parallel_size": 2},
     "EP2": {"expert_model_parallel_size": 2},
 }
-"""Meshes of four training ranks; what is left is data parallelism. EP2 is for mixtures only."""
+"""Meshes of four training ranks; what is left is data parallelism. EP2 is for mixtures only, which want sequence parallelism beside TP."""
 ROLLOUT = {
     "TP1 x 2 replicas": {"rollout_world_size": 2, "rollout_tensor_parallel_size": 1},
     "TP2": {"rollout_world_size": 2, "rollout_tensor_parallel_size": 2},
@@ -75,15 +75,23 @@ def verify_all(rank: int, world_size: int, folders: Mapping[Family, str], rollou
     base = policy_only(Config().replace(**SMALL, **rollout))
     world = init_world(base.replace(model_path=next(iter(folders.values()))), needs_data=False)
     found: dict[str, Any] = {}
-    for family, folder in folders.items():
-        config = base.replace(model_path=folder, **DTYPES.get(family, {}))
+    for family, engine_fields, meshes in engines(rollout):
+        config = base.replace(model_path=folders[family], **DTYPES.get(family, {}), **engine_fields)
         with _engine(config, world.replica) if world.is_rollout else contextlib.nullcontext() as engine:
-            for name, mesh in TRAINING.items():
-                if name != "EP2" or family in MIXTURES:
-                    label = f"{family} from {name}"
-                    found[label] = _verify(config.replace(**mesh), world, engine, label)
+            for mesh in meshes:
+                label = f"{family}{' whole experts' if engine_fields else ''} from {mesh}"
+                sequence_parallel = family in MIXTURES and "TP2" in mesh
+                found[label] = _verify(config.replace(**TRAINING[mesh], sequence_parallel=sequence_parallel), world, engine, label)
     close_world(world)
     return {label: dataclasses.asdict(report) for label, report in found.items() if report is not None}
+
+
+def engines(rollout: Mapping[str, object]) -> Iterator[tuple[Family, dict[str, object], list[str]]]:
+    """(family, fields of its engine, training meshes that fill it), in the order in which engines are built."""
+    for family in TOYS:
+        yield family, {}, [mesh for mesh in TRAINING if mesh != "EP2" or family in MIXTURES]
+        if family in MIXTURES and rollout["rollout_tensor_parallel_size"] == 2:
+            yield family, {"rollout_expert_parallel": True}, ["TP2xPP2", "EP2"]
 
 
 @contextlib.contextmanager
@@ -120,7 +128,7 @@ def test_weights_of_every_family_arrive_bit_for_bit_from_every_training_mesh(tmp
     rollout = ROLLOUT[name]
     num_rollout = int(str(rollout["rollout_world_size"]))
     found = run_ranks(verify_all, 4 + num_rollout, folders, rollout, timeout_s=1400)[0]
-    assert list(found) == [f"{family} from {mesh}" for family in TOYS for mesh in TRAINING if mesh != "EP2" or family in MIXTURES]
+    assert len(found) == sum(len(meshes) for _, _, meshes in engines(rollout)) >= 26
     for label, report in found.items():
         assert report["faults"] == [], label
         assert report["num_tensors"] == len(canonical_tensors(network_shape(folders[label.split()[0]])))
@@ -136,7 +144,7 @@ def test_weights_of_every_family_arrive_bit_for_bit_from_every_training_mesh(tmp
 
 SPOILT, STALE = "model.layers.1.mlp.down_proj.weight", "model.layers.0.input_layernorm.weight"
 PLANTED = f'''
-import os, signal, sys
+import os, signal, sys, time
 from megatron_ppo.__main__ import main
 from megatron_ppo.resharding import executor
 
@@ -146,6 +154,7 @@ receive, kept = executor.ReshardExecutor.receive, []
 def planted(self, parameters):
     """The first sync loses two elements of a weight; the second leaves another weight as it was."""
     if kind == "kill":
+        time.sleep(3)  # until all ranks have heard of the phase
         os.kill(os.getpid(), signal.SIGKILL)
     before = parameters["{STALE}"].clone()
     stats = receive(self, parameters)
