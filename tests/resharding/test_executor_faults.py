@@ -39,8 +39,8 @@ from megatron_ppo.rollout_engine import RemoteRollout, RemoteTraining
 from megatron_ppo.weight_synchronizer import WeightSynchronizer
 from megatron_ppo.world import World
 
-_BYTES_ACKED = 120
-"""Offset of ``tcpi_bytes_acked`` and, behind it, ``tcpi_bytes_received`` in the kernel's ``struct tcp_info``; both are 64 bits."""
+_BYTES_RECEIVED, _BYTES_SENT, _BYTES_RETRANSMITTED = 128, 200, 208
+"""Offsets of ``tcpi_bytes_received``, ``tcpi_bytes_sent`` and ``tcpi_bytes_retrans``, 64 bits each, in the kernel's ``struct tcp_info``."""
 
 
 class Groups:
@@ -73,9 +73,8 @@ def wire_bytes() -> tuple[int, int]:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         except OSError:  # no socket, or not TCP
             continue
-        if len(info) >= _BYTES_ACKED + 16:
-            acked, got = struct.unpack_from("QQ", info, _BYTES_ACKED)
-            sent, received = sent + acked, received + got
+        count, out, again = (struct.unpack_from("Q", info, at)[0] for at in (_BYTES_RECEIVED, _BYTES_SENT, _BYTES_RETRANSMITTED))
+        sent, received = sent + out - again, received + count
     return sent, received
 
 
@@ -96,16 +95,20 @@ def count_replicas(rank: int, world_size: int) -> dict[int, dict[str, Any]]:
         if rank <= replicas:
             groups = Groups(world, f"replicas{replicas}")
             executor = ReshardExecutor(plan, rank, groups, bucket_bytes=1 << 18, transfer_dtype=torch.float32)
-            found[replicas] = _count(executor, rank, sources, destinations, full)
-            groups.made[0].barrier()
+            found[replicas] = _count(executor, groups.made[0], sources, destinations, full)
             groups.close()
         everyone.barrier()
     return found
 
 
 def _count(
-    executor: ReshardExecutor, rank: int, sources: dict[int, RankLayout], destinations: dict[int, RankLayout], full: dict[str, Tensor]
+    executor: ReshardExecutor,
+    group: Bridge,
+    sources: dict[int, RankLayout],
+    destinations: dict[int, RankLayout],
+    full: dict[str, Tensor],
 ) -> dict[str, Any]:
+    rank = executor.rank
     stats: list[TransferStats] = []
     if rank == 0:
         own = transposed(fill(sources[0], full))
@@ -121,6 +124,7 @@ def _count(
     allocated = allocated_bytes(once)
     before = wire_bytes()
     once()
+    group.barrier()  # what was sent before it on the same connections has left the kernel's queues
     sent, received = (after - start for after, start in zip(wire_bytes(), before, strict=True))
     found = {
         "stats": stats[-1],
