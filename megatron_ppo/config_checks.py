@@ -1,18 +1,21 @@
 """The equations between fields of the configuration, checked before any process group or model exists.
 
 Each fault says the fact, the equation with its numbers, and a remedy. Facts of the model folder (heads, vocabulary) are read from its
-config.json; weights are not touched.
+config.json; weights are not touched. How a network is cut is said where it is cut (``resharding``).
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from megatron_ppo.config import Config
+from megatron_ppo.families import NetworkShape, network_shape
+from megatron_ppo.resharding.megatron_layout import megatron_faults
+from megatron_ppo.resharding.megatron_mesh import data_parallel_size, megatron_parallel
+from megatron_ppo.resharding.vllm_layout import vllm_faults
 
 
 def faults(config: Config, world_size: int, *, needs_data: bool = True) -> list[str]:
@@ -126,9 +129,7 @@ def _meshes(config: Config, world_size: int) -> Iterator[str]:
     p = config.parallel
     training = world_size - p.rollout_world_size
     size = config.model_parallel_size
-    product = (
-        f"TP {p.tensor_model_parallel_size} x PP {p.pipeline_model_parallel_size} x CP {p.context_parallel_size} = {size}"
-    )
+    product = f"TP {p.tensor_model_parallel_size} x PP {p.pipeline_model_parallel_size} x CP {p.context_parallel_size} = {size}"
     if training < size or training % size:
         good = max(1, round(training / size)) * size + p.rollout_world_size
         yield (
@@ -148,11 +149,14 @@ def _meshes(config: Config, world_size: int) -> Iterator[str]:
         )
     if p.sequence_parallel and p.tensor_model_parallel_size == 1:
         yield "sequence_parallel needs tensor_model_parallel_size above 1 (it is 1): it splits the sequence over the TP group"
-    if p.virtual_pipeline_model_parallel_size is not None and p.pipeline_model_parallel_size == 1:
-        yield (
-            f"virtual_pipeline_model_parallel_size = {p.virtual_pipeline_model_parallel_size} needs pipeline_model_parallel_size "
-            "above 1 (it is 1)"
-        )
+    if p.rollout_expert_parallel and config.rollout.rollout_backend == "hf":
+        yield "rollout_expert_parallel is set, but rollout_backend = hf holds the whole model on each rank; leave it out, or use vllm"
+    try:
+        parallel = megatron_parallel(config)
+        if training >= size and not training % size:
+            data_parallel_size(training, parallel)  # what is left to refuse are the experts' equations
+    except ValueError as error:
+        yield str(error)
 
 
 def _batches(config: Config, data_parallel_size: int) -> Iterator[str]:
@@ -244,12 +248,13 @@ def _files(config: Config) -> Iterator[str]:
         folder = getattr(m, name)
         if folder is None:
             continue
-        network = _read_network(Path(folder))
-        if isinstance(network, str):
-            yield f"{name} = {folder}: {network}"
+        try:
+            network = network_shape(Path(folder))
+        except ValueError as error:
+            yield f"{name} = {folder}: {error}"
             continue
         yield from _network(config, name, network)
-        vocabularies[name] = network["vocab_size"]
+        vocabularies[name] = network.vocab_size
     for name, size in vocabularies.items():
         if size != vocabularies.get("model_path", size):
             yield (
@@ -258,51 +263,16 @@ def _files(config: Config) -> Iterator[str]:
             )
 
 
-_SIZES = ("num_attention_heads", "num_hidden_layers", "vocab_size", "intermediate_size")
-
-
-def _read_network(folder: Path) -> dict[str, int] | str:
-    """The sizes in a folder's config.json, or what is wrong with it."""
-    file = folder / "config.json"
-    if not file.is_file():
-        return "there is no config.json in it"
-    try:
-        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        sizes = {name: int(content[name]) for name in _SIZES}
-        sizes["num_key_value_heads"] = int(content.get("num_key_value_heads") or sizes["num_attention_heads"])
-    except (KeyError, TypeError, ValueError) as error:
-        return f"its config.json is not that of a decoder model ({type(error).__name__}: {error})"
-    if content.get("max_position_embeddings") is not None:
-        sizes["max_position_embeddings"] = int(content["max_position_embeddings"])
-    return sizes
-
-
-def _network(config: Config, folder: str, network: dict[str, int]) -> Iterator[str]:
+def _network(config: Config, folder: str, network: NetworkShape) -> Iterator[str]:
     """Whether a network can be split as the meshes want it; only the actor has a rollout mesh."""
     p = config.parallel
-    heads, groups, layers = network["num_attention_heads"], network["num_key_value_heads"], network["num_hidden_layers"]
-    sizes = {"tensor_model_parallel_size": p.tensor_model_parallel_size}
-    if folder == "model_path":
-        sizes["rollout_tensor_parallel_size"] = p.rollout_tensor_parallel_size
-    for mesh, tp in sizes.items():
-        if heads % tp:
-            good = [n for n in range(1, heads + 1) if heads % n == 0]
-            yield f"{folder}: {heads} attention heads are not a multiple of {mesh} = {tp}; it may be one of {good}"
-        elif groups % tp and tp % groups:
-            yield (
-                f"{folder}: {groups} key/value heads and {mesh} = {tp}: one must divide the other (heads are split, or replicated whole)"
-            )
-        if network["intermediate_size"] % tp:
-            yield f"{folder}: intermediate_size {network['intermediate_size']} is not a multiple of {mesh} = {tp}; choose a divisor of it"
-    stages = p.pipeline_model_parallel_size * (p.virtual_pipeline_model_parallel_size or 1)
-    # Stages of their own sizes are checked where the layers are cut (``resharding/megatron_mesh.py``).
-    uneven = any(name.endswith(("pipeline_stage", "pipeline_split")) for name in config.model.transformer_overrides)
-    if layers % stages and not uneven:
-        good = [n for n in range(1, layers + 1) if layers % n == 0]
-        yield (
-            f"{folder}: {layers} layers are not a multiple of pipeline_model_parallel_size {p.pipeline_model_parallel_size} x "
-            f"virtual {p.virtual_pipeline_model_parallel_size or 1} = {stages} stages; the product may be one of {good}"
+    found: list[str] = []
+    with contextlib.suppress(ValueError):  # overrides that cannot be read are a fault of the meshes
+        found += megatron_faults(network, megatron_parallel(config))
+    if folder == "model_path" and config.rollout.rollout_backend == "vllm":
+        found += vllm_faults(network, p.rollout_tensor_parallel_size, p.rollout_expert_parallel)
+    if config.max_model_len > network.max_position_embeddings:
+        found.append(
+            f"max_model_len = {config.max_model_len} exceeds the model's max_position_embeddings = {network.max_position_embeddings}"
         )
-    positions = network.get("max_position_embeddings")
-    if positions is not None and config.max_model_len > positions:
-        yield f"{folder}: max_model_len = {config.max_model_len} exceeds the model's max_position_embeddings = {positions}"
+    yield from (f"{folder}: {fault}" for fault in found)

@@ -37,10 +37,14 @@ FIELDS = set(
 def files(tmp_path: Path) -> dict[str, object]:
     """A model folder and a prompt file that the checks accept: 8 heads, 4 key/value heads, 8 layers."""
     network = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 8, "max_position_embeddings": 4096}
-    network |= {"vocab_size": 1000, "intermediate_size": 96}
+    network |= {"model_type": "llama", "vocab_size": 1000, "intermediate_size": 96, "hidden_size": 96}
     (tmp_path / "config.json").write_text(json.dumps(network))
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "config.json").write_text(json.dumps(network | {"vocab_size": 1001, "num_attention_heads": 6}))
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
+    (tmp_path / "other" / "config.json").write_text(json.dumps(network | heads | {"vocab_size": 1001}))
+    (tmp_path / "mixture").mkdir()
+    experts = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    (tmp_path / "mixture" / "config.json").write_text(json.dumps(network | experts))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
     return {"model_path": str(tmp_path), "prompt_data": str(tmp_path / "prompts.jsonl"), "reward": "exact_match"}
 
@@ -241,3 +245,69 @@ def test_without_need_of_data_only_model_and_meshes_are_checked(files: dict[str,
         config.validate(3)
     with pytest.raises(ValueError, match="tensor_model_parallel_size = 3"):
         config.replace(tensor_model_parallel_size=3).validate(5, needs_data=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "world_size", "parts"),
+    [
+        ("mixture", {"expert_model_parallel_size": 3}, 4, ["model_path: 8 experts", "expert_model_parallel_size = 3"]),
+        (
+            "mixture",
+            {"expert_model_parallel_size": 2},
+            4,
+            ["3 training ranks cannot be cut into copies of the experts: expert tensor 1 x expert 2 x pipeline 1 = 2"],
+        ),
+        (
+            "mixture",
+            {"rollout_world_size": 8, "rollout_tensor_parallel_size": 8, "tensor_model_parallel_size": 4, "expert_model_parallel_size": 2},
+            12,
+            ["4 training ranks cannot be cut into copies of the experts: expert tensor 4 x expert 2 x pipeline 1 = 8"],
+        ),
+        ("mixture", {"transformer_overrides": {"expert_tensor_parallel_size": "two"}}, 2, ["'two' must be a whole number"]),
+        ("mixture", {"rollout_backend": "hf", "rollout_expert_parallel": True}, 2, ["rollout_expert_parallel", "rollout_backend = hf"]),
+        ("", {"expert_model_parallel_size": 2}, 3, ["model_path: expert_model_parallel_size = 2, but llama is a dense family"]),
+        ("", {"rollout_expert_parallel": True}, 2, ["model_path: rollout_expert_parallel is set, but llama is a dense family"]),
+        ("", {"rollout_tensor_parallel_size": 16, "rollout_world_size": 16}, 17, ["model_path: 8 attention heads", "= 16"]),
+        # B13: stages of their own sizes, in strings
+        (
+            "",
+            {"pipeline_model_parallel_size": 4, "transformer_overrides": {"num_layers_in_first_pipeline_stage": "3"}},
+            5,
+            ["model_path: 8 layers", "num_layers_in_first_pipeline_stage = 3", "leave 5 for the other 3 of 4 stages"],
+        ),
+        ("", {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 3}, 3, ["stage 0 has 4 layers", "size 3"]),
+    ],
+)
+def test_b13_b18_rules_of_the_layouts_are_among_the_faults(
+    files: dict[str, object], model: str, fields: dict[str, object], world_size: int, parts: list[str]
+) -> None:
+    folder = str(Path(str(files["model_path"])) / model)
+    with pytest.raises(ValueError) as error:
+        Config().replace(**(files | {"model_path": folder} | fields)).validate(world_size)
+    for part in parts:
+        assert part in str(error.value), str(error.value)
+
+
+def test_meshes_of_experts_and_uneven_stages_that_fit_have_no_fault(files: dict[str, object]) -> None:
+    """EP 2 with expert TP 1 on TP 2 x PP 3 x DP 1; layers 3 + 3 + 2; 8 whole experts on 4 rollout ranks; the critic is the same model."""
+    overrides = {"expert_tensor_parallel_size": "1", "num_layers_in_last_pipeline_stage": "2"}
+    config = Config().replace(
+        **(files | {"model_path": str(Path(str(files["model_path"])) / "mixture")}),
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=3,
+        expert_model_parallel_size=2,
+        transformer_overrides=overrides,
+        rollout_world_size=4,
+        rollout_tensor_parallel_size=4,
+        rollout_expert_parallel=True,
+    )
+    config.validate(10)
+
+
+def test_a_critic_is_held_to_the_training_mesh_only(files: dict[str, object]) -> None:
+    """Six heads do not divide by the rollout TP 4, which the critic never meets."""
+    other = Path(str(files["model_path"])) / "other"
+    config = json.loads((other / "config.json").read_text()) | {"vocab_size": 1000}
+    (other / "config.json").write_text(json.dumps(config))
+    fields = {"critic_path": str(other), "rollout_world_size": 4, "rollout_tensor_parallel_size": 4}
+    Config().replace(**(files | fields)).validate(5)
