@@ -41,7 +41,7 @@ from megatron_ppo.world import World, close_world, init_world
 PROGRAM = "megatron_ppo verify"
 _SHOWN = 20
 """Faults that are printed in full."""
-_WIDTH = 120
+_WIDTH = 160
 """Columns of the tables where standard output is no terminal."""
 
 

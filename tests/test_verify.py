@@ -224,6 +224,7 @@ def test_the_command_starts_its_ranks_and_proves_every_tensor(
     assert sum(int(row[2].replace(",", "")) for row in by_kind) == sum(int(row[5].replace(",", "")) for row in by_rank[-num_rollout:])
 
 
+@pytest.mark.slow
 def test_under_torchrun_a_difference_is_found_and_named(tmp_path: Path) -> None:
     """Rank 2 of three loses two elements in the first sync, and a whole norm in the second; rank 1 is sound."""
     arguments = flags(toy(tmp_path, "qwen2"), rollout_backend="hf", rollout_world_size=2)
