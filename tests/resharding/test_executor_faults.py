@@ -122,9 +122,11 @@ def _count(
             stats.append(executor.receive(live))
 
     allocated = allocated_bytes(once)
-    before = wire_bytes()
-    once()
     group.barrier()  # what was sent before it on the same connections has left the kernel's queues
+    before = wire_bytes()
+    group.barrier()
+    once()
+    group.barrier()
     sent, received = (after - start for after, start in zip(wire_bytes(), before, strict=True))
     found = {
         "stats": stats[-1],
