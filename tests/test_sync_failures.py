@@ -179,7 +179,8 @@ def _receive(config: Config, world: World, bus: DataBus, end: Bridge) -> dict[st
     first.close()
     found |= {"version": worker.version, "broken events": list(events)}
     live = {name: tensor.clone() for name, tensor in backend.weights().items()}
-    found["parts"] = [sum(int((live[name] == own[name]).sum()) for name in live) for own in weights[:2]]
+    differ = {name: weights[0][name] != weights[1][name] for name in live}
+    found["parts"] = [sum(int((differ[name] & (live[name] == own[name])).sum()) for name in live) for own in weights[:2]]
     found["refusals"] = [
         _error(lambda: _sample(worker, bus, iteration=8)),
         _error(lambda: worker.collect_greedy(8, PROMPTS)),
