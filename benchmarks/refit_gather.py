@@ -120,11 +120,12 @@ class GatherSender:
             if len(in_flight) == _IN_FLIGHT:
                 in_flight.popleft().wait()
             buffer = self._buffers[number]
-            gathers = [work for piece in pieces if (work := self._gather(piece, buffer)) is not None]
+            is_alone = len(pieces) == 1 and pieces[0].parts == 1  # then it is sent from the parameter itself
+            gathers = [work for piece in pieces if not is_alone and (work := self._gather(piece, buffer)) is not None]
             for work in gathers:
                 work.wait()
             if self._bridge is not None:
-                filled = buffer[: pieces[-1].offset + pieces[-1].size * pieces[-1].parts]
+                filled = self._own(pieces[0]) if is_alone else buffer[: pieces[-1].offset + pieces[-1].size * pieces[-1].parts]
                 work = self._bridge.broadcast(filled, self._source, async_op=True)
                 assert work is not None
                 in_flight.append(work)
@@ -132,8 +133,11 @@ class GatherSender:
         while in_flight:
             in_flight.popleft().wait()
 
+    def _own(self, piece: _Piece) -> Tensor:
+        return self._parameters[piece.parameter][piece.start : piece.stop]
+
     def _gather(self, piece: _Piece, buffer: Tensor) -> dist.Work | None:
-        own = self._parameters[piece.parameter][piece.start : piece.stop]
+        own = self._own(piece)
         target = buffer[piece.offset : piece.offset + piece.size * piece.parts]
         if piece.parts == 1:
             if self.is_source:

@@ -65,8 +65,11 @@ def tensor_parallel(name: str, tp: int, pp: int = 1) -> tuple[str, MegatronParal
 
 
 def llama_like(model_bytes: int) -> NetworkShape:
-    """An untied Llama with grouped queries of at least ``model_bytes`` in bfloat16: layers are added until it is large enough."""
-    hidden, vocab = (1024, 32000) if model_bytes >= 200_000_000 else (256, 2000)
+    """An untied Llama with grouped queries of at least ``model_bytes`` in bfloat16, of TinyLlama 1.1B's widths unless it is small.
+
+    Layers are added until it is large enough.
+    """
+    hidden, vocab = (2048, 32000) if model_bytes >= 200_000_000 else (256, 2000)
     heads = hidden // 64
     for num_layers in range(_LAYERS_MULTIPLE, 10_000, _LAYERS_MULTIPLE):
         network = NetworkShape(
@@ -74,7 +77,7 @@ def llama_like(model_bytes: int) -> NetworkShape:
             num_layers=num_layers,
             hidden_size=hidden,
             num_attention_heads=heads,
-            num_key_value_heads=heads // 2 if heads >= 8 else heads,
+            num_key_value_heads=4,
             head_dim=64,
             intermediate_size=hidden * 11 // 4,
             vocab_size=vocab,

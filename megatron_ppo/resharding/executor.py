@@ -6,9 +6,11 @@ Step 1 of every iteration (the sync). Every rank serves its groups' buckets in o
     broadcast              0 ---- | 1 ------------ | 2 --
     destination                     wait 0, unpack 0 | wait 1, unpack 1 | ...
 
-A group's stream is its transfers laid end to end, cut every ``bucket_bytes``; a box larger than a bucket is cut too. Bucket k of every
-group precedes bucket k + 1 of any, and ranks start their broadcasts in that order: the oldest unfinished bucket is never behind another
-on any of its members, so that no two ranks can wait for each other. Extra memory is two buckets, made once.
+A group's stream is its transfers laid end to end and cut every ``bucket_bytes``; of a transfer that is larger, the whole buckets come
+first and stay by themselves. Where such a bucket lies in one piece in a parameter of the wire's dtype, it is sent from there, and received
+into there, without packing. Bucket k of every group precedes bucket k + 1 of any, and ranks start their broadcasts in that order: the
+oldest unfinished bucket is never behind another on any of its members, so that no two ranks can wait for each other. Extra memory is two
+buckets, made once.
 
 Left out: what goes where (``plan.py``), the proof that it arrived (``checksum.py``), and what becomes of an engine whose transfer failed
 midway (the caller marks it unusable).
@@ -30,7 +32,7 @@ import torch
 from torch import Tensor
 
 from megatron_ppo.resharding.layout import Ranges, box_shape, shifted
-from megatron_ppo.resharding.plan import Group, ReshardPlan, volume
+from megatron_ppo.resharding.plan import Group, ReshardPlan, Transfer, volume
 
 Parameters = Mapping[str, Tensor]
 """Local parameter name -> live tensor."""
@@ -82,6 +84,24 @@ class _Copy:
 
 
 @dataclass(frozen=True)
+class _Span:
+    """Where a whole bucket lies in one piece: elements from ``start`` on of a row-major parameter."""
+
+    parameter: str
+    start: int
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What a bucket holds."""
+
+    copies: tuple[_Copy, ...]
+    num_elements: int
+    source: _Span | None = None
+    destination: _Span | None = None
+
+
+@dataclass(frozen=True)
 class _Bucket:
     """One broadcast."""
 
@@ -90,8 +110,7 @@ class _Bucket:
     source: int
     is_source: bool
     is_destination: bool
-    copies: tuple[_Copy, ...]
-    num_elements: int
+    content: _Content
 
 
 class ReshardExecutor:
@@ -177,25 +196,29 @@ class ReshardExecutor:
         if not self._buckets:
             return TransferStats(0, 0, 0, time.monotonic() - started)
         buffers = self._make_buffers(next(iter((sources or destinations).values())).device)
-        in_flight: deque[tuple[_Bucket, Tensor, Work | None]] = deque()
+        in_flight: deque[tuple[Work | None, Tensor, tuple[_Copy, ...]]] = deque()
         sent = received = 0
         with _side_stream(buffers[0].device):
             for number, bucket in enumerate(self._buckets):
                 if len(in_flight) == len(buffers):
-                    received += _finish(*in_flight.popleft(), destinations)
-                buffer = buffers[number % len(buffers)][: bucket.num_elements]
+                    _finish(*in_flight.popleft(), destinations)
+                content, tensor = bucket.content, buffers[number % len(buffers)][: bucket.content.num_elements]
+                left = content.copies if bucket.is_destination else ()
                 if bucket.is_source:
-                    _pack(bucket, buffer, sources)
-                    sent += buffer.nbytes
-                work = None if bucket.bridge is None else bucket.bridge.broadcast(buffer, bucket.source, async_op=True)
-                in_flight.append((bucket, buffer, work))
+                    tensor = _packed(content, tensor, sources)
+                elif (own := _in_place(content.destination, tensor, destinations)) is not None:
+                    tensor, left = own, ()
+                sent += tensor.nbytes * bucket.is_source
+                received += tensor.nbytes * bucket.is_destination
+                work = None if bucket.bridge is None else bucket.bridge.broadcast(tensor, bucket.source, async_op=True)
+                in_flight.append((work, tensor, left))
             while in_flight:
-                received += _finish(*in_flight.popleft(), destinations)
+                _finish(*in_flight.popleft(), destinations)
         return TransferStats(sent, received, len(self._buckets), time.monotonic() - started)
 
     def _make_buffers(self, device: torch.device) -> list[Tensor]:
         if not self._buffers or self._buffers[0].device != device:
-            size = max(bucket.num_elements for bucket in self._buckets)
+            size = max(bucket.content.num_elements for bucket in self._buckets)
             count = min(_IN_FLIGHT, len(self._buckets))
             self._buffers = [torch.empty(size, dtype=self.transfer_dtype, device=device) for _ in range(count)]
         return self._buffers
@@ -270,33 +293,66 @@ def _schedule(plan: ReshardPlan, rank: int, make_group: MakeGroup, bucket_elemen
     found: list[tuple[int, int, _Bucket]] = []
     for number, group in enumerate(plan.groups_of(rank)):
         bridge = make_group(group.name, group.ranks) if len(group.ranks) > 1 else None
-        for k, copies in enumerate(_cut(group, bucket_elements)):
-            size = sum(copy.num_elements for copy in copies)
-            bucket = _Bucket(bridge, group.source, rank == group.source, rank in group.destinations, copies, size)
+        for k, content in enumerate(_cut(group, plan, bucket_elements)):
+            bucket = _Bucket(bridge, group.source, rank == group.source, rank in group.destinations, content)
             found.append((k, number, bucket))
     return tuple(bucket for _, _, bucket in sorted(found, key=lambda entry: entry[:2]))
 
 
-def _cut(group: Group, bucket_elements: int) -> Iterator[tuple[_Copy, ...]]:
-    """The group's stream, cut every ``bucket_elements``."""
-    copies: list[_Copy] = []
-    offset = 0
+def _cut(group: Group, plan: ReshardPlan, bucket_elements: int) -> Iterator[_Content]:
+    """The group's buckets: the whole ones of large transfers, each by itself, then all that is left, end to end."""
+    held, wanted = plan.source_shapes[group.source], plan.destination_shapes[group.destinations[0]]
+    rest: list[tuple[Transfer, int]] = []
     for transfer in group.transfers:
-        shape, done, total = box_shape(transfer.canonical), 0, transfer.num_elements
+        whole = transfer.num_elements // bucket_elements * bucket_elements
+        for start in range(0, whole, bucket_elements):
+            copies = tuple(_copies(transfer, start, start + bucket_elements, 0))
+            source = _span(transfer.source_parameter, transfer.source, held, start)
+            destination = _span(transfer.destination_parameter, transfer.destination, wanted, start)
+            yield _Content(copies, bucket_elements, source, destination)
+        if whole < transfer.num_elements:
+            rest.append((transfer, whole))
+    yield from _cut_end_to_end(rest, bucket_elements)
+
+
+def _cut_end_to_end(parts: Sequence[tuple[Transfer, int]], bucket_elements: int) -> Iterator[_Content]:
+    """Transfers from an element on to their ends, one after the other, cut every ``bucket_elements``."""
+    copies: list[_Copy] = []
+    used = 0
+    for transfer, first in parts:
+        done, total = first, transfer.num_elements
         while done < total:
-            stop = min(total, done + bucket_elements - offset)
-            for box in slice_boxes(shape, done, stop):
-                source, destination = _inside(box, transfer.source), _inside(box, transfer.destination)
-                extent, size = box_shape(box), volume(box)
-                names = transfer.source_parameter, transfer.destination_parameter
-                copies.append(_Copy(names[0], source, names[1], destination, offset, extent, _row_major(extent), size))
-                offset += size
+            stop = min(total, done + bucket_elements - used)
+            copies += _copies(transfer, done, stop, used)
+            used += stop - done
             done = stop
-            if offset == bucket_elements:
-                yield tuple(copies)
-                copies, offset = [], 0
+            if used == bucket_elements:
+                yield _Content(tuple(copies), used)
+                copies, used = [], 0
     if copies:
-        yield tuple(copies)
+        yield _Content(tuple(copies), used)
+
+
+def _copies(transfer: Transfer, start: int, stop: int, offset: int) -> Iterator[_Copy]:
+    """Elements ``start`` to ``stop`` of a transfer, from ``offset`` on in a bucket."""
+    names = transfer.source_parameter, transfer.destination_parameter
+    for box in slice_boxes(box_shape(transfer.canonical), start, stop):
+        extent, size = box_shape(box), volume(box)
+        source, destination = _inside(box, transfer.source), _inside(box, transfer.destination)
+        yield _Copy(names[0], source, names[1], destination, offset, extent, _row_major(extent), size)
+        offset += size
+
+
+def _span(parameter: str, box: Ranges, shapes: Mapping[str, tuple[int, ...]], start: int) -> _Span | None:
+    """Where a box's elements from ``start`` on lie, if the box is one piece of its row-major parameter; None where it has gaps."""
+    first, row, is_cut = 0, 1, False
+    for (low, high), size in zip(reversed(box), reversed(shapes[parameter]), strict=True):
+        if is_cut and high - low > 1:
+            return None
+        is_cut = is_cut or high - low < size
+        first += low * row
+        row *= size
+    return _Span(parameter, first + start)
 
 
 def _inside(box: Ranges, outer: Ranges) -> Ranges:
@@ -309,21 +365,34 @@ def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1] if shape else ()
 
 
-def _pack(bucket: _Bucket, buffer: Tensor, sources: Parameters) -> None:
-    for copy in bucket.copies:
+def _packed(content: _Content, buffer: Tensor, sources: Parameters) -> Tensor:
+    """The bucket's elements in one piece: in the parameter itself where they are so, otherwise copied into ``buffer``."""
+    held = _in_place(content.source, buffer, sources)
+    if held is not None:
+        return held
+    for copy in content.copies:
         buffer.as_strided(copy.shape, copy.strides, copy.offset).copy_(_box(sources[copy.source_parameter], copy.source, copy.shape))
+    return buffer
 
 
-def _finish(bucket: _Bucket, buffer: Tensor, work: Work | None, destinations: Parameters) -> int:
-    """Wait for a bucket and unpack it; returns the bytes that arrived for this rank."""
+def _finish(work: Work | None, tensor: Tensor, copies: tuple[_Copy, ...], destinations: Parameters) -> None:
+    """Wait for a bucket, and copy what is not yet in its place."""
     if work is not None:
         work.wait()
-    if not bucket.is_destination:
-        return 0
-    for copy in bucket.copies:
+    first = tensor.storage_offset()
+    for copy in copies:
         target = _box(destinations[copy.destination_parameter], copy.destination, copy.shape)
-        target.copy_(buffer.as_strided(copy.shape, copy.strides, copy.offset))
-    return buffer.nbytes
+        target.copy_(tensor.as_strided(copy.shape, copy.strides, first + copy.offset))
+
+
+def _in_place(span: _Span | None, buffer: Tensor, parameters: Parameters) -> Tensor | None:
+    """The span's part of its parameter, as a view; None without a span, or where the parameter is not row-major or of another dtype."""
+    if span is None:
+        return None
+    parameter = parameters[span.parameter]
+    if parameter.dtype != buffer.dtype or not parameter.is_contiguous():
+        return None
+    return parameter.detach().view(-1)[span.start : span.start + buffer.numel()]
 
 
 def _box(tensor: Tensor, ranges: Ranges, shape: tuple[int, ...]) -> Tensor:

@@ -235,6 +235,24 @@ def test_a_transfer_that_fails_midway_raises_and_ends_the_executor() -> None:
         executor.send(fill(sources[0], values(model, torch.float32)))
 
 
+def test_whole_buckets_of_a_parameter_are_sent_and_received_in_place() -> None:
+    """No copy in between where one piece of a row-major parameter fills a bucket; cast or column-major weights still arrive."""
+    model = Dense(num_layers=1, hidden=64, ffn=128, head_dim=16, vocab=500)
+    layouts = trainer_mesh(model, 1, 1)[0], engine_mesh(model, 1, 1, 0)[0]
+    plan = build_plan({0: layouts[0]}, {1: layouts[1]}, bytes_per_element=2)
+    full, log = values(model, torch.bfloat16), list[tuple[int, int]]()
+    source, live = fill(layouts[0], full), fill(layouts[1], full)
+    for rank, parameters in ((0, source), (1, live)):
+        log.clear()
+        executor = ReshardExecutor(plan, rank, lambda *_: Recording(log, [0]), bucket_bytes=4096, transfer_dtype=torch.bfloat16)
+        (executor.send if rank == 0 else executor.receive)(parameters)
+        own = {tensor.untyped_storage().data_ptr() for tensor in parameters.values()}
+        in_place = sum(address in own for address, _ in log)
+        large = [tensor.nbytes // 4096 for name, tensor in full.items() if "k_proj" not in name and "v_proj" not in name]
+        assert in_place >= sum(large) and len({address for address, _ in log} - own) == 2
+        assert len(log) == plan.summary(4096)[rank].num_buckets
+
+
 class Recording:
     """A group that remembers which memory it was given, and how many broadcasts are under way."""
 
