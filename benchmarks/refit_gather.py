@@ -1,4 +1,4 @@
-"""The field's usual weight sync, written as well as it can be: what ``refit.py`` compares the exact way with.
+"""The field's usual weight sync, written well: what ``refit.py`` compares the exact way with.
 
 slime (``UpdateWeightFromDistributed``), verl (``checkpoint_engine`` over NCCL) and OpenRLHF (over DeepSpeed's shards) do the same in
 essence: walk over the layers, all-gather each weight over the ranks that share it, let one rank (slime: of each pipeline stage) broadcast
@@ -13,7 +13,7 @@ once (slime takes a lock); no copy to pack a gathered weight, to put its parts i
 was gathered and read it in place; only weights that are not split are copied, by one rank); all views made once, before the first sync; no
 metadata, no pickling, no calls between processes. With TP 1 nothing is gathered.
 
-Left out: data-parallel replicas (one of them does all this, the others wait) and experts.
+Left out: receiving straight into a parameter, which only weights that nobody splits would allow; data-parallel replicas (one of them does all this, the others wait) and experts.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ppo.bridge import Bridge
+from megatron_ppo.resharding.boxes import intersect, volume
 from megatron_ppo.resharding.executor import slice_boxes
 from megatron_ppo.resharding.layout import Block, Ranges, RankLayout, box_shape, shifted, view
-from megatron_ppo.resharding.plan import intersect, volume
 
 _IN_FLIGHT = 2
 Copies = list[tuple[Tensor, Tensor]]

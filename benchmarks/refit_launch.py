@@ -55,8 +55,9 @@ class Ranks:
             before = os.environ.get("OMP_NUM_THREADS")
             os.environ["OMP_NUM_THREADS"] = "1"  # read by the fork server's libraries when they are loaded
             process.start()
-            if before is None:
-                del os.environ["OMP_NUM_THREADS"]
+            del os.environ["OMP_NUM_THREADS"]
+            if before is not None:
+                os.environ["OMP_NUM_THREADS"] = before
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)

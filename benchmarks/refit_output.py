@@ -50,7 +50,7 @@ def case_table(cases: Sequence[Row]) -> list[list[str]]:
 
 
 def ratio_table(cases: Sequence[Row]) -> list[list[str]]:
-    """Header and one row a case: what the issue of speed comes down to."""
+    """Header and one row a case: how fast, how much, how near the limit."""
     ratios = ["time (b)/(a)", "bytes (b)/(a)", "(d)/(a)", "pack s", "unpack s", "(d + pack + unpack)/(a)"]
     rows = [["case", *ratios, "received/shard", "extra memory/bucket"]]
     for case in cases:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_ppo.config import Config
-from megatron_ppo.families import NetworkShape, network_shape
+from megatron_ppo.families import NetworkShape, mixture_faults, network_shape
 from megatron_ppo.resharding.megatron_layout import megatron_faults
 from megatron_ppo.resharding.megatron_mesh import data_parallel_size, megatron_parallel
 from megatron_ppo.resharding.vllm_layout import vllm_faults
@@ -267,8 +267,12 @@ def _network(config: Config, folder: str, network: NetworkShape) -> Iterator[str
     """Whether a network can be split as the meshes want it; only the actor has a rollout mesh."""
     p = config.parallel
     found: list[str] = []
+    parallel = None
     with contextlib.suppress(ValueError):  # overrides that cannot be read are a fault of the meshes
-        found += megatron_faults(network, megatron_parallel(config))
+        parallel = megatron_parallel(config)
+    if parallel is not None:
+        found += megatron_faults(network, parallel)
+    found += mixture_faults(network, p.tensor_model_parallel_size, p.sequence_parallel)
     if folder == "model_path" and config.rollout.rollout_backend == "vllm":
         found += vllm_faults(network, p.rollout_tensor_parallel_size, p.rollout_expert_parallel)
     if config.max_model_len > network.max_position_embeddings:

@@ -5,8 +5,7 @@ Everything else asks here for its device, its collective backend, and a megatron
 reason, and they act only when the caller is megatron-core itself: anybody else who asks for CUDA still gets torch's own
 error, and ``torch.cuda.is_available()`` stays False. Nothing here changes a number.
 
-Left out: mixture-of-experts dispatchers (no role has experts), and process groups (``world.py``,
-``backends/megatron_setup.py``).
+Left out: process groups (``world.py``, ``backends/megatron_setup.py``).
 """
 
 from __future__ import annotations

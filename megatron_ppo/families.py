@@ -8,7 +8,7 @@ other tensors are refused by name. No tensor is read here: ``hf_checkpoint.py`` 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict
@@ -41,6 +41,8 @@ class ExpertSpec:
     """Names of an expert's three matrices; gate is the one that goes through the activation."""
     width_key: str
     """Config key of an expert's width."""
+    needs_expert_per_rank: bool
+    """vLLM refuses more ranks than experts, even where every rank holds a slice of each."""
     always_renormalised: bool
     """Weights of the chosen experts are made to sum to 1, whatever the config says; otherwise ``norm_topk_prob`` decides."""
 
@@ -75,13 +77,23 @@ FAMILIES: dict[str, FamilySpec] = {
     ),
     "mixtral": FamilySpec(
         "MixtralForSequenceClassification",
-        experts=ExpertSpec("block_sparse_moe", "w1", "w3", "w2", width_key="intermediate_size", always_renormalised=True),
+        experts=ExpertSpec(
+            "block_sparse_moe", "w1", "w3", "w2", width_key="intermediate_size", needs_expert_per_rank=False, always_renormalised=True
+        ),
         default_rms_norm_eps=1e-5,
         default_rope_theta=1e6,
     ),
     "qwen3_moe": FamilySpec(
         "Qwen3MoeForSequenceClassification",
-        experts=ExpertSpec("mlp", "gate_proj", "up_proj", "down_proj", width_key="moe_intermediate_size", always_renormalised=False),
+        experts=ExpertSpec(
+            "mlp",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+            width_key="moe_intermediate_size",
+            needs_expert_per_rank=True,
+            always_renormalised=False,
+        ),
         has_qk_norm=True,
         sliding_window_switch="use_sliding_window",
     ),
@@ -196,6 +208,21 @@ def network_shape(source: PretrainedConfig | Mapping[str, object] | Path | str) 
             f"num_attention_heads {heads} is not a multiple of num_key_value_heads {network.num_key_value_heads}; check config.json"
         )
     return network
+
+
+def mixture_faults(network: NetworkShape, tensor_model_parallel_size: int, sequence_parallel: bool) -> Iterator[str]:
+    """What megatron-core 0.16.1 does not compute, or not rightly, for a mixture of experts, in words."""
+    if network.num_experts_per_tok == 1 and network.norm_topk_prob:
+        yield (
+            f"a {network.family} model with num_experts_per_tok = 1 whose weights are made to sum to 1 weighs its expert by 1 whatever the "
+            "router says: the router could not learn, and megatron-core does not compute it"
+        )
+    if network.experts is not None and tensor_model_parallel_size > 1 and not sequence_parallel:
+        # Without it every tensor-parallel rank would send all tokens to the experts; megatron-core refuses that in training.
+        yield (
+            f"a mixture of experts ({network.family}) with tensor_model_parallel_size = {tensor_model_parallel_size} needs "
+            "sequence_parallel: set it to true"
+        )
 
 
 def canonical_tensors(network: NetworkShape, head: Head = "lm") -> list[CanonicalTensor]:

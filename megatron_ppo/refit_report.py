@@ -18,12 +18,9 @@ from pathlib import Path
 
 from megatron_ppo.config import Config
 from megatron_ppo.config_io import parse_command
-from megatron_ppo.families import network_shape
 from megatron_ppo.refit_picture import draw_png
-from megatron_ppo.refit_traffic import KINDS, RankRow, RefitTraffic, largest_unit, refit_traffic, size_text, smallest_world_size
-from megatron_ppo.resharding.megatron_layout import check_megatron
-from megatron_ppo.resharding.megatron_mesh import data_parallel_size, megatron_parallel
-from megatron_ppo.resharding.vllm_layout import check_vllm
+from megatron_ppo.refit_traffic import KINDS, RankRow, RefitTraffic, largest_unit, refit_traffic, size_text
+from megatron_ppo.resharding.megatron_mesh import smallest_world_size
 from megatron_ppo.weight_synchronizer import refit_plan
 
 PROGRAM = "megatron_ppo plan"
@@ -87,14 +84,8 @@ def _checked_world_size(options: Options, config: Config) -> int:
     """Ranks of the launch; ``ValueError`` with the equations that do not hold."""
     if options.ranks_per_node < 1:
         raise ValueError(f"--ranks-per-node {options.ranks_per_node} must be at least 1")
-    p = config.parallel
     world_size = smallest_world_size(config) if options.world_size is None else options.world_size
     config.validate(world_size, needs_data=False)
-    network, parallel = network_shape(Path(config.model.model_path)), megatron_parallel(config)
-    data_parallel_size(world_size - p.rollout_world_size, parallel)
-    check_megatron(network, parallel)
-    if config.rollout.rollout_backend == "vllm":
-        check_vllm(network, p.rollout_tensor_parallel_size, p.rollout_expert_parallel)
     return world_size
 
 

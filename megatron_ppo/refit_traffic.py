@@ -163,15 +163,6 @@ class RefitTraffic:
         return sum(row.bytes_sent == 0 for row in self.training)
 
 
-def smallest_world_size(config: Config) -> int:
-    """Ranks of the smallest launch that the sizes admit: one copy of dense weights and of experts, and the rollout ranks."""
-    parallel = megatron_parallel(config)
-    pp = parallel.pipeline_model_parallel_size
-    dense = parallel.tensor_model_parallel_size * parallel.context_parallel_size * pp
-    experts = parallel.expert_tensor_size * parallel.expert_model_parallel_size * pp
-    return math.lcm(dense, experts) + config.parallel.rollout_world_size
-
-
 def largest_unit(num_bytes: int) -> tuple[str, int]:
     """(name, bytes) of the largest binary unit that ``num_bytes`` reaches."""
     units = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))

@@ -14,7 +14,6 @@ Prompts, rewards and batch sizes of the configuration are not looked at.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
 import sys
@@ -32,7 +31,7 @@ from megatron_ppo.config import Config
 from megatron_ppo.config_io import parse_command
 from megatron_ppo.families import canonical_tensors, check_tensors, network_shape
 from megatron_ppo.resharding.hf_checkpoint import HFCheckpoint
-from megatron_ppo.resharding.megatron_mesh import megatron_parallel
+from megatron_ppo.resharding.megatron_mesh import smallest_world_size
 from megatron_ppo.verify_ranks import FOLDER, GATHER, KindReport, Report, policy_only, verify_on_rank
 from megatron_ppo.watchdog import InputError, Watchdog
 from megatron_ppo.weight_synchronizer import refit_plan
@@ -60,20 +59,13 @@ def main(arguments: Sequence[str]) -> int:
     launched = "RANK" in os.environ or "SLURM_PROCID" in os.environ
     if launched:
         return _run_rank(config, options)
-    num_ranks = options.num_ranks if options.num_ranks is not None else _least_ranks(config)
     try:
+        num_ranks = options.num_ranks if options.num_ranks is not None else smallest_world_size(config)
         _check_input(config, num_ranks)
     except ValueError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2
     return _launch(arguments, num_ranks)
-
-
-def _least_ranks(config: Config) -> int:
-    """One copy of the training model, experts included, and the rollout ranks."""
-    sizes = megatron_parallel(config)
-    experts = sizes.expert_tensor_size * sizes.expert_model_parallel_size * sizes.pipeline_model_parallel_size
-    return math.lcm(config.model_parallel_size, experts) + config.parallel.rollout_world_size
 
 
 def _check_input(config: Config, num_ranks: int) -> None:

@@ -30,14 +30,14 @@ from megatron_ppo.backends.inference_checks import forget_weights
 from megatron_ppo.bridge import Bridge
 from megatron_ppo.config import Config
 from megatron_ppo.data_bus import DataBus
-from megatron_ppo.families import canonical_tensors, network_shape
+from megatron_ppo.families import LM_HEAD, canonical_tensors, network_shape
+from megatron_ppo.resharding.boxes import box_text
 from megatron_ppo.resharding.compare import compare_blocks
 from megatron_ppo.resharding.executor import ReshardExecutor, compare_descriptions
 from megatron_ppo.resharding.gather import gather_canonical
 from megatron_ppo.resharding.hf_checkpoint import HFCheckpoint
 from megatron_ppo.resharding.layout import RankLayout
 from megatron_ppo.resharding.megatron_mesh import megatron_parallel, rank_coordinates
-from megatron_ppo.resharding.plan import box_text
 from megatron_ppo.training_engine import TrainingEngine
 from megatron_ppo.types import Sampling, TrajectoryBatch
 from megatron_ppo.weight_synchronizer import actor_layouts, refit_plan, rollout_layouts, transfer_dtype
@@ -253,12 +253,14 @@ class _Part:
         self, backend: InferenceBackend, tensors: Iterator[tuple[str, Tensor]], way: str, report: RankReport
     ) -> dict[str, Tensor] | None:
         """The engine's live parameters after its own loader; None, and a fault, where the loader refuses."""
-        fault = None
+        fault, stream = None, _Stream(tensors)
         try:
-            backend.load_hf_weights(tensors)
+            backend.load_hf_weights(stream)
         except Exception as error:  # an engine's loader may raise anything
+            if stream.is_broken:  # it was the transfer that failed, not the loader
+                raise
             fault = f"{type(error).__name__}: {error}"
-        for _ in tensors:  # the sender counts on every tensor being received
+        for _ in stream:  # the sender counts on every tensor being received
             pass
         if fault is None:
             return backend.weights()
@@ -275,7 +277,8 @@ class _Part:
     def _read_folder(self) -> Iterator[tuple[str, Tensor]]:
         """All that the files hold, in the values that the trainer reads: cast to its dtype first."""
         checkpoint = HFCheckpoint(Path(self._config.model.model_path))
-        for name in checkpoint.shapes:
+        wanted = {tensor.name for tensor in canonical_tensors(self._network)} | {LM_HEAD}  # not the rotary buffers of old checkpoints
+        for name in checkpoint.shapes.keys() & wanted:
             yield name, checkpoint.read(name).to(self._params_dtype)
 
     def _sample(self, backend: InferenceBackend) -> None:
@@ -354,6 +357,26 @@ class _Comparison:
                 self._report.faults.append(
                     f"{self._rank}: exact left {block.name} {box_text(block.canonical)} (in {block.parameter}) as it was before the change"
                 )
+
+
+class _Stream:
+    """Tensors by name, for a loader that may stop early: unlike a generator, it can be read on after a ``yield from`` of it has ended."""
+
+    def __init__(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        self.is_broken = False
+        self._tensors = tensors
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[str, Tensor]:
+        try:
+            return next(self._tensors)
+        except StopIteration:
+            raise
+        except BaseException:
+            self.is_broken = True
+            raise
 
 
 def kind_of(name: str) -> str:

@@ -91,6 +91,8 @@ class WeightSynchronizer:
         else:
             stats = destinations.set_weights(handle)
             weights = destinations.live_weights()
+        if self._world.is_training:  # read by all: a sync starts when the one before has ended everywhere
+            self._world.store.delete_key(_checksum_key(version - 1, self._world.global_rank))
         if version == 0 or self._verify_always:
             try:
                 self._prove(version, weights)
@@ -105,7 +107,6 @@ class WeightSynchronizer:
         if self._world.is_training:
             sums = source_checksums(plan, rank, weights, self._executor.transfer_dtype)
             store.set(_checksum_key(version, rank), json.dumps(sums))
-            store.delete_key(_checksum_key(version - 1, rank))  # read by all: a sync starts when the one before has ended everywhere
             return
         sources = {group.source for group in plan.groups_of(rank)}
         sent = {source: json.loads(store.get(_checksum_key(version, source))) for source in sorted(sources)}

@@ -134,11 +134,10 @@ def assert_all_name_the_lost_rank(output: str, victim: str, phase: str, survivor
 @pytest.mark.parametrize(
     ("kind", "victim", "name", "phase", "max_restarts"),
     [
-        ("sync", 0, "rank 0 (training rank 0)", "weight sync v1", 0),
         ("sync", 2, "rank 2 (rollout rank 0)", "weight sync v1", 1),
         ("generate", 3, "rank 3 (rollout rank 1)", "rollout of iteration 1", 0),
     ],
-    ids=["training rank in a sync", "rollout rank in a sync, restarted", "rollout rank in a rollout"],
+    ids=["rollout rank in a sync, restarted", "rollout rank in a rollout"],
 )
 def test_b92_a_killed_rank_ends_the_launch(
     inputs: Path, tmp_path: Path, kind: str, victim: int, name: str, phase: str, max_restarts: int

@@ -60,14 +60,12 @@ SHARED = {"critic": "shared", "advantage_estimator": "gae"}
 
 CASES = {
     "llama tp2 to two replicas": Case("llama", 4, TP2 | TWO_REPLICAS),
-    "llama pp2 to two replicas": Case("llama", 4, PP2 | TWO_REPLICAS),
     "tied qwen2 pp2 to tp2": Case("qwen2", 4, PP2 | ROLLOUT_TP2, {"tied": True}),
     "qwen3 tp2 pp2 to tp2 in bf16": Case("qwen3", 6, TP2 | PP2 | ROLLOUT_TP2 | BF16, {"vocab_size": 201}),
     "llama tp2 pp2 with shared critic to two replicas": Case("llama", 6, TP2 | PP2 | TWO_REPLICAS | SHARED, {"vocab_size": 201}),
     "qwen3 pp2 vpp2 to two replicas in bf16": Case(
         "qwen3", 4, PP2 | TWO_REPLICAS | BF16 | {"virtual_pipeline_model_parallel_size": 2}, {"num_layers": 4}
     ),
-    "mixtral tp2 ep2 to two replicas": Case("mixtral", 6, TP2 | EP2 | TWO_REPLICAS | {"sequence_parallel": True}),
     "qwen3_moe pp2 ep2 to tp2 in bf16": Case("qwen3_moe", 6, PP2 | EP2 | ROLLOUT_TP2 | BF16, {"vocab_size": 201}),
     "qwen2 tp2 to tp2, trained in bf16": Case("qwen2", 4, TP2 | ROLLOUT_TP2 | BF16 | {"params_dtype": "bfloat16"}, {"vocab_size": 201}),
 }

@@ -395,7 +395,7 @@ def assert_all_name(launch: Launch, victim: int, name: str, version: int) -> Non
         assert len(found) == 1, launch.output()
         if victim == 0:  # its store is gone with it: the others know its phase as of their last beat, and their own
             assert rank == 1 or found[0][1] in (f"weight sync v{version}", f"weight sync v{version + 1}"), found
-            assert re.fullmatch(r"(weight sync|rollout of) v\d+", found[0][0]), found
+            assert re.fullmatch(r"start-up.*|weight sync v\d+|rollout of .*", found[0][0]), found
         else:
             assert found[0][0] == f"weight sync v{version}", found
         assert re.fullmatch(r"(weight sync|rollout of) v\d+", found[0][1]), found

@@ -15,15 +15,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from megatron_ppo.resharding.boxes import box_text
 from megatron_ppo.resharding.executor import slice_boxes
 from megatron_ppo.resharding.layout import view
-from megatron_ppo.resharding.plan import Group, ReshardPlan, Transfer, box_text
+from megatron_ppo.resharding.plan import Group, ReshardPlan, Transfer
 
 Checksums = dict[str, list[int]]
 """Transfer (in words) -> its two sums. Plain data, fit for JSON."""
 
 _SLICE = 1 << 20
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WEYL = 0x9E3779B97F4A7C15 - (1 << 64)  # the odd constants of SplitMix64 (Steele, Lea and Flood, 2014), as signed numbers
 _MIX = 0xBF58476D1CE4E5B9 - (1 << 64)
 
@@ -83,7 +84,7 @@ def tensor_checksum(tensor: Tensor, dtype: torch.dtype | None = None) -> list[in
         at = start
         for box in slice_boxes(tensor.shape, start, min(start + _SLICE, tensor.numel())):
             part = view(tensor, box).to(dtype or tensor.dtype).contiguous()
-            bits = part.view(_BITS[part.element_size()]).reshape(-1).to(torch.int64)
+            bits = part.view(BITS[part.element_size()]).reshape(-1).to(torch.int64)
             plain += bits.sum()
             place = torch.arange(at + 1, at + 1 + bits.numel(), dtype=torch.int64, device=tensor.device)
             hashed = place.mul_(_WEYL).add_(bits).mul_(_MIX)

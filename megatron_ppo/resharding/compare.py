@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from megatron_ppo.resharding.boxes import box_text
+from megatron_ppo.resharding.checksum import BITS
 from megatron_ppo.resharding.layout import Block, Ranges, RankLayout, box_shape, view
-from megatron_ppo.resharding.plan import box_text
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ def compare_blocks(layout: RankLayout, one: Mapping[str, Tensor], other: Mapping
         if left.dtype != right.dtype:
             yield BlockComparison(block, block.num_elements, block.canonical)
             continue
-        bits = _BITS[left.element_size()]
+        bits = BITS[left.element_size()]
         differs = left.contiguous().view(bits) != right.contiguous().view(bits)
         places = differs.nonzero()
         span = None

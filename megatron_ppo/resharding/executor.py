@@ -31,8 +31,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_ppo.resharding.boxes import volume
 from megatron_ppo.resharding.layout import Ranges, box_shape, shifted
-from megatron_ppo.resharding.plan import Group, ReshardPlan, Transfer, volume
+from megatron_ppo.resharding.plan import Group, ReshardPlan, Transfer
 
 Parameters = Mapping[str, Tensor]
 """Local parameter name -> live tensor."""
@@ -156,7 +157,8 @@ class ReshardExecutor:
 
         Raises:
             ValueError: parameters missing, unknown to the plan, of another shape or dtype than ``transfer_dtype``, or sharing memory.
-            RuntimeError: a transfer failed midway; the parameters are then of mixed versions.
+            RuntimeError: a transfer failed midway; the parameters are then of mixed versions, and broadcasts that were under way may still
+                write into them: close all groups before anything else does.
         """
         if self.rank in self.plan.source_shapes:
             raise RuntimeError(f"rank {self.rank} sends and receives: call exchange, which does both at once")
@@ -424,6 +426,8 @@ def _side_stream(device: torch.device) -> Iterator[None]:
         return
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        yield
-    side.synchronize()
+    try:
+        with torch.cuda.stream(side):
+            yield
+    finally:
+        side.synchronize()

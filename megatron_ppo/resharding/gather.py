@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ppo.resharding.boxes import box_text, intersect, subtract
 from megatron_ppo.resharding.checksum import tensor_checksum
 from megatron_ppo.resharding.layout import Block, Ranges, RankLayout, box_shape, view
-from megatron_ppo.resharding.plan import box_text, intersect, subtract
 
 Pieces = dict[Ranges, dict[int, Block]]
 """Distinct canonical box -> rank -> the block in which that rank holds it."""

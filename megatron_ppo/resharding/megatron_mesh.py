@@ -13,6 +13,7 @@ megatron-core 0.16.1, ``parallel_state.py`` (RankGenerator) and ``transformer/tr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -142,6 +143,16 @@ def data_parallel_size(world_size: int, parallel: MegatronParallel) -> int:
             f"{expert_tp * ep * pp}"
         )
     return world_size // (tp * pp * cp)
+
+
+def smallest_world_size(config: Config) -> int:
+    """Ranks of the smallest launch that the sizes admit: one copy of dense weights and of experts, and the rollout ranks.
+
+    ``ValueError`` for overrides that cannot be read.
+    """
+    parallel = megatron_parallel(config)
+    experts = parallel.expert_tensor_size * parallel.expert_model_parallel_size * parallel.pipeline_model_parallel_size
+    return math.lcm(config.model_parallel_size, experts) + config.parallel.rollout_world_size
 
 
 def stage_layers(num_layers: int, parallel: MegatronParallel) -> list[list[range]]:

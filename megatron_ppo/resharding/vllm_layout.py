@@ -22,8 +22,6 @@ from megatron_ppo.resharding.layout_builder import LayoutBuilder, padded_rows
 
 VOCAB_MULTIPLE = 64
 """vLLM's DEFAULT_VOCAB_PADDING_SIZE."""
-FEWER_RANKS_THAN_EXPERTS = frozenset({"qwen3_moe"})
-"""Families of which vLLM refuses more ranks than experts even where every rank holds a slice of each."""
 
 
 def vllm_layout(network: NetworkShape, *, tensor_parallel_size: int, tp_rank: int, expert_parallel: bool = False) -> RankLayout:
@@ -105,7 +103,7 @@ def vllm_faults(network: NetworkShape, tensor_parallel_size: int, expert_paralle
         yield f"vocab_size {network.vocab_size}, padded to {padded} rows, is not a multiple of rollout_tensor_parallel_size = {tp}"
     if expert_parallel and network.experts is None:
         yield f"rollout_expert_parallel is set, but {network.family} is a dense family without experts; leave it out"
-    elif network.experts is not None and network.num_experts < tp and (expert_parallel or network.family in FEWER_RANKS_THAN_EXPERTS):
+    elif network.experts is not None and network.num_experts < tp and (expert_parallel or network.experts.needs_expert_per_rank):
         yield f"{network.num_experts} experts are fewer than rollout_tensor_parallel_size = {tp}; lower it to {network.num_experts} or less"
     elif not expert_parallel and network.intermediate_size % tp:
         name = "intermediate_size" if network.experts is None else network.experts.width_key

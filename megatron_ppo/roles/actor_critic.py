@@ -157,7 +157,9 @@ def load_causal_lm(folder: Path | str, *, dtype: torch.dtype, trust_remote_code:
                 str(folder), dtype=dtype, trust_remote_code=trust_remote_code, local_files_only=True, output_loading_info=True
             )
     except RuntimeError as error:  # transformers stacks experts, and cannot where one is missing or has another shape
-        fault = _absent_weights(folder) or str(error)
+        fault = _absent_weights(folder)
+        if not fault:
+            raise
         raise ValueError(f"{str(folder)!r} cannot be loaded: {fault}. Copy the checkpoint again, or check its config.json") from error
     missing = sorted(name for name in report["missing_keys"] if not name.startswith("lm_head."))
     if missing:
@@ -167,11 +169,11 @@ def load_causal_lm(folder: Path | str, *, dtype: torch.dtype, trust_remote_code:
 
 def _absent_weights(folder: Path | str) -> str:
     """What config.json describes and no file holds, in words; empty where nothing is absent."""
-    found: set[str] = set()
+    found = {LM_HEAD}
     for path in Path(folder).glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             found |= set(file.keys())
-    absent = [tensor.name for tensor in canonical_tensors(network_shape(folder)) if tensor.name not in found | {LM_HEAD}]
+    absent = [tensor.name for tensor in canonical_tensors(network_shape(folder)) if tensor.name not in found]
     return f"its files lack {len(absent)} weight(s) of the model, among them {absent[:5]}" if absent else ""
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_ppo import device
 from megatron_ppo.config import Config
-from megatron_ppo.families import NetworkShape
+from megatron_ppo.families import NetworkShape, mixture_faults
 
 device.prepare_megatron()
 
@@ -142,17 +142,9 @@ def check_architecture(network: NetworkShape, config: Config) -> None:
             f"{config.max_model_len}: set max_model_len to {network.sliding_window} or less"
         )
     rope_inverse_frequencies(network)
-    if network.num_experts_per_tok == 1 and network.norm_topk_prob:
-        raise ValueError(
-            f"a {network.family} model with num_experts_per_tok = 1 whose weights are made to sum to 1 weighs its expert by 1 whatever the "
-            "router says: the router could not learn, and megatron-core does not compute it"
-        )
-    tp = config.parallel.tensor_model_parallel_size
-    if network.experts is not None and tp > 1 and not config.parallel.sequence_parallel:
-        # Without it every tensor-parallel rank would send all tokens to the experts; megatron-core refuses that in training.
-        raise ValueError(
-            f"a mixture of experts ({network.family}) with tensor_model_parallel_size = {tp} needs sequence_parallel: set it to true"
-        )
+    parallel = config.parallel
+    for fault in mixture_faults(network, parallel.tensor_model_parallel_size, parallel.sequence_parallel):
+        raise ValueError(fault)
 
 
 def _architecture(network: NetworkShape) -> dict[str, Any]:

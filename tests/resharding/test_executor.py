@@ -18,12 +18,13 @@ from torch import Tensor
 
 from megatron_ppo.bridge import Bridge
 from megatron_ppo.families import canonical_tensors
+from megatron_ppo.resharding.boxes import volume
 from megatron_ppo.resharding.checksum import compare_checksums, destination_checksums, source_checksums, tensor_checksum
 from megatron_ppo.resharding.executor import GroupBridge, ReshardExecutor, Work, compare_descriptions, slice_boxes
 from megatron_ppo.resharding.layout import RankLayout, view
 from megatron_ppo.resharding.megatron_layout import megatron_layout
 from megatron_ppo.resharding.megatron_mesh import MegatronParallel, RankCoordinates
-from megatron_ppo.resharding.plan import ReshardPlan, build_plan, volume
+from megatron_ppo.resharding.plan import ReshardPlan, build_plan
 from megatron_ppo.resharding.vllm_layout import vllm_layout
 
 
@@ -236,7 +237,7 @@ def test_a_transfer_that_fails_midway_raises_and_ends_the_executor() -> None:
 
 
 def test_whole_buckets_of_a_parameter_are_sent_and_received_in_place() -> None:
-    """No copy in between where one piece of a row-major parameter fills a bucket; cast or column-major weights still arrive."""
+    """No copy in between where one piece of a row-major parameter fills a bucket."""
     model = Dense(num_layers=1, hidden=64, ffn=128, head_dim=16, vocab=500)
     layouts = trainer_mesh(model, 1, 1)[0], engine_mesh(model, 1, 1, 0)[0]
     plan = build_plan({0: layouts[0]}, {1: layouts[1]}, bytes_per_element=2)

@@ -28,12 +28,13 @@ from toy_models import make_toy
 from megatron_ppo.bridge import Bridge
 from megatron_ppo.data_bus import DataBus, DataHandle
 from megatron_ppo.families import EMBEDDING, FAMILIES, LM_HEAD, network_shape
+from megatron_ppo.resharding.boxes import box_text
 from megatron_ppo.resharding.checksum import compare_checksums, destination_checksums
 from megatron_ppo.resharding.executor import ReshardExecutor, TransferStats, compare_descriptions
 from megatron_ppo.resharding.layout import RankLayout
 from megatron_ppo.resharding.megatron_layout import training_layouts
 from megatron_ppo.resharding.megatron_mesh import MegatronParallel
-from megatron_ppo.resharding.plan import box_text, build_plan
+from megatron_ppo.resharding.plan import build_plan
 from megatron_ppo.resharding.vllm_layout import vllm_layout
 from megatron_ppo.rollout_engine import RemoteRollout, RemoteTraining
 from megatron_ppo.weight_synchronizer import WeightSynchronizer

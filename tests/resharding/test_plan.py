@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_ppo.families import NetworkShape, canonical_tensors, network_shape
+from megatron_ppo.resharding.boxes import intersect, subtract, volume
 from megatron_ppo.resharding.layout import Block, Ranges, RankLayout, view
 from megatron_ppo.resharding.megatron_layout import megatron_layout
 from megatron_ppo.resharding.megatron_mesh import MegatronParallel, RankCoordinates
-from megatron_ppo.resharding.plan import ReshardPlan, build_plan, intersect, subtract, volume
+from megatron_ppo.resharding.plan import ReshardPlan, build_plan
 from megatron_ppo.resharding.vllm_layout import vllm_layout
 
 PADDING = -1.0

@@ -29,7 +29,6 @@ def figures(case: str, folder: Path) -> list[dict[str, float]]:
         ("405B", [405.853e9 / 8], [2 * 16]),
         # without rollout expert parallel each rank takes a slice of every expert: all 8 shares of each of 8 stages
         ("235B", [235.094e9 / 8] * 2, [8 * 8, 8 * 2 + 2]),
-        ("8x22B", [140.630e9 / 8] * 2, [8 * 4, 8 * (1 + 1)]),
     ],
 )
 def test_plans_of_large_models_take_little_memory_and_few_groups(
@@ -39,6 +38,7 @@ def test_plans_of_large_models_take_little_memory_and_few_groups(
     assert len(rows) == len(num_groups)
     for row, shard, groups in zip(rows, shards_bytes, num_groups, strict=True):
         assert row["peak_mib"] < 2048
+        assert case != "405B" or row["build_cpu_s"] < 10  # seconds of processor: the machine's load matters little
         assert row["groups_per_rollout_rank"] <= groups
         assert row["busiest_sender_bytes"] < row["busiest_receiver_bytes"]
         assert row["busiest_receiver_bytes"] == pytest.approx(2 * shard, rel=0.01)  # key/value heads may lie on several ranks
