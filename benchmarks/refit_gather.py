@@ -13,7 +13,8 @@ once (slime takes a lock); no copy to pack a gathered weight, to put its parts i
 was gathered and read it in place; only weights that are not split are copied, by one rank); all views made once, before the first sync; no
 metadata, no pickling, no calls between processes. With TP 1 nothing is gathered.
 
-Left out: receiving straight into a parameter, which only weights that nobody splits would allow; data-parallel replicas (one of them does all this, the others wait) and experts.
+Left out: receiving straight into a parameter, which only weights that nobody splits would allow;
+data-parallel replicas (one of them does all this, the others wait) and experts.
 """
 
 from __future__ import annotations

@@ -294,6 +294,7 @@ def test_meshes_of_experts_and_uneven_stages_that_fit_have_no_fault(files: dict[
     config = Config().replace(
         **(files | {"model_path": str(Path(str(files["model_path"])) / "mixture")}),
         tensor_model_parallel_size=2,
+        sequence_parallel=True,
         pipeline_model_parallel_size=3,
         expert_model_parallel_size=2,
         transformer_overrides=overrides,
@@ -302,6 +303,8 @@ def test_meshes_of_experts_and_uneven_stages_that_fit_have_no_fault(files: dict[
         rollout_expert_parallel=True,
     )
     config.validate(10)
+    with pytest.raises(ValueError, match=r"mixtral.* with tensor_model_parallel_size = 2 needs sequence_parallel: set it to true"):
+        config.replace(sequence_parallel=False).validate(10)
 
 
 def test_a_critic_is_held_to_the_training_mesh_only(files: dict[str, object]) -> None:

@@ -25,7 +25,7 @@ from train_support import Processes, warnings_in
 from megatron_ppo.__main__ import main
 from megatron_ppo.config import Config
 from megatron_ppo.families import FAMILIES, canonical_tensors, network_shape
-from megatron_ppo.verify_ranks import change_weights, kind_of, policy_only, verify_on_rank
+from megatron_ppo.verify_ranks import _Stream, change_weights, kind_of, policy_only, verify_on_rank
 from megatron_ppo.world import close_world, init_world
 
 MIXTURES = [name for name, spec in FAMILIES.items() if spec.experts is not None]
@@ -194,10 +194,10 @@ sys.exit(main(sys.argv[3:]))
 
 
 def flags(model: Path, **fields: object) -> list[str]:
-    """What follows ``python``."""
+    """What follows ``python``; a value of several words is several arguments."""
     found = ["-m", "megatron_ppo", "verify"]
     for name, value in ({"model_path": model, "max_prompt_length": 24, "max_response_length": 8, "kv_cache_gib": 0.05} | fields).items():
-        found += [f"--{name.replace('_', '-')}", str(value)]
+        found += [f"--{name.replace('_', '-')}", *str(value).split(" ")]
     return found
 
 
@@ -287,6 +287,7 @@ def test_under_torchrun_a_lost_rank_ends_all(tmp_path: Path) -> None:
         ({"tensor_model_parallel_size": 3, "num_ranks": 4}, ["4 attention heads", "tensor_model_parallel_size = 3"]),
         ({"num_ranks": 3, "rollout_world_size": 2, "tensor_model_parallel_size": 2}, ["world size 3"]),
         ({"pipeline_model_parallel_size": 3}, ["4 layers"]),
+        ({"transformer_overrides": "expert_tensor_parallel_size two"}, ["expert_tensor_parallel_size = 'two'", "a whole number"]),
     ],
 )
 def test_bad_input_is_said_before_any_rank_starts(
@@ -311,6 +312,35 @@ def test_a_folder_that_lacks_a_tensor_is_refused_with_its_name(tmp_path: Path, c
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_loader_that_stops_early_leaves_the_rest_to_be_received() -> None:
+    """The sender counts on it. A generator would be closed with the ``yield from`` that an engine's loader may put around it."""
+
+    def sent() -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(4):
+            yield str(number), torch.tensor(number)
+
+    def loader(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from tensors
+
+    stream, read = _Stream(sent()), []
+    for name, _ in loader(stream):
+        read.append(name)
+        if name == "1":
+            break
+    assert read == ["0", "1"] and [name for name, _ in stream] == ["2", "3"] and not stream.is_broken
+
+
+def test_a_stream_knows_its_own_failure_from_its_readers() -> None:
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "0", torch.tensor(0)
+        raise RuntimeError("connection lost")
+
+    stream = _Stream(broken())
+    with pytest.raises(RuntimeError, match="connection lost"):
+        list(stream)
+    assert stream.is_broken
 
 
 def test_kinds_have_no_numbers_of_layers_and_experts() -> None:
