@@ -54,6 +54,7 @@ def test_refit_benchmark_moves_each_shard_once_and_writes_its_figures(tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_refit_benchmark_covers_experts_megatron_core_and_large_jobs(tmp_path: Path) -> None:
     found = run_refit(tmp_path, "--case", "4+4: TP4", "--family", "mixtral", "--scale")
     assert found["summary"]["received_over_shard"] == 1.0

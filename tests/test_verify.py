@@ -219,7 +219,13 @@ def rows(output: str) -> list[list[str]]:
     ("family", "fields", "num_tensors", "num_rollout"),
     [
         ("mixtral", {"expert_model_parallel_size": 2} | ROLLOUT["TP1 x 2 replicas"], 3 + 4 * (7 + 3 * 4), 2),
-        ("llama", TP2 | ROLLOUT["TP1 x 2 replicas"] | {"rollout_backend": "hf", "num_ranks": 6, "params_dtype": BF16}, 3 + 4 * 9, 2),
+        pytest.param(
+            "llama",
+            TP2 | ROLLOUT["TP1 x 2 replicas"] | {"rollout_backend": "hf", "num_ranks": 6, "params_dtype": BF16},
+            3 + 4 * 9,
+            2,
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=["mixture", "Hugging Face engine, two copies of the trainer"],
 )

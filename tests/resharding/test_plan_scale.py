@@ -28,7 +28,7 @@ def figures(case: str, folder: Path) -> list[dict[str, float]]:
     [
         ("405B", [405.853e9 / 8], [2 * 16]),
         # without rollout expert parallel each rank takes a slice of every expert: all 8 shares of each of 8 stages
-        ("235B", [235.094e9 / 8] * 2, [8 * 8, 8 * 2 + 2]),
+        pytest.param("235B", [235.094e9 / 8] * 2, [8 * 8, 8 * 2 + 2], marks=pytest.mark.exhaustive),
     ],
 )
 def test_plans_of_large_models_take_little_memory_and_few_groups(
