@@ -228,8 +228,9 @@ def mixture_faults(network: NetworkShape, tensor_model_parallel_size: int, seque
 def canonical_tensors(network: NetworkShape, head: Head = "lm") -> list[CanonicalTensor]:
     """All tensors of the checkpoint in the order of the forward pass. A tied network has no ``lm_head.weight`` under any head."""
     tensors = [CanonicalTensor(EMBEDDING, (network.vocab_size, network.hidden_size))]
+    of_a_layer = layer_tensors(network)
     for layer in range(network.num_layers):
-        tensors += [CanonicalTensor(f"model.layers.{layer}.{name}", shape) for name, shape in layer_tensors(network)]
+        tensors += [CanonicalTensor(f"model.layers.{layer}.{name}", shape) for name, shape in of_a_layer]
     tensors.append(CanonicalTensor(FINAL_NORM, (network.hidden_size,)))
     if head in ("lm", "lm+value") and not network.tied:
         tensors.append(CanonicalTensor(LM_HEAD, (network.vocab_size, network.hidden_size)))

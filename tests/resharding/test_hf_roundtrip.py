@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from torch import Tensor
-from toy_models import Family, make_toy
+from toy_models import LLAMA31, Family, make_toy
 from toy_tokenizers import make_bpe_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -41,14 +41,6 @@ from megatron_ppo.resharding.vllm_layout import vllm_layout
 WEIGHTS = "model.safetensors"
 MIXTURES: tuple[Family, ...] = ("mixtral", "qwen3_moe")
 TINY = {"hidden_size": 16, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "ffn": 24, "num_experts": 8}
-LLAMA31 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 
 DENSE_MESHES = {
     "one rank": Mesh(1, MegatronParallel()),

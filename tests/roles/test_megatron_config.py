@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from toy_models import LLAMA31
 from transformers import LlamaConfig, MistralConfig, MixtralConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -13,15 +14,6 @@ from megatron_ppo import device
 from megatron_ppo.config import Config
 from megatron_ppo.families import network_shape
 from megatron_ppo.roles.megatron_config import padded_vocab_size, rope_inverse_frequencies, transformer_config, transformer_impl
-
-LLAMA31 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 
 
 def llama(**changes: Any) -> LlamaConfig:
