@@ -183,7 +183,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--png", type=Path, help="draw seconds and bytes into this file")
     parser.add_argument("--repeats", type=int, default=7, help="timed runs of each method; seconds are the median")
     parser.add_argument("--model-bytes", type=int, default=512 * 2**20, help="the model has at least so many bytes")
-    parser.add_argument("--bucket-bytes", type=int, default=8 * 2**20, help="of (a) and (b) alike")
+    parser.add_argument("--bucket-bytes", type=int, default=16 * 2**20, help="of (a) and (b) alike")
     parser.add_argument("--case", action="append", default=[], help="only cases whose name holds this text; may be repeated")
     parser.add_argument("--family", action="append", choices=sorted(FAMILIES), help="only these families in the coverage; may be repeated")
     parser.add_argument("--skip", nargs="*", default=[], choices=("megatron", "coverage"), help="parts to leave out")

@@ -75,7 +75,7 @@ class ParallelConfig:
     heartbeat_timeout_s: float = 6.0
     """A rank that has not been heard of for this long is lost, and all ranks end."""
     bucket_bytes: int = 64 * 2**20
-    """Size of the buckets in which weights travel to the rollout mesh; at most two are in flight."""
+    """Size of the buckets in which weights travel to the rollout mesh; two of them are all the extra memory."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,8 @@ class OptimizerConfig:
     """Optimizer steps of linear warm-up."""
     weight_decay: float = 0.0
     """Decoupled weight decay; biases and norms are left out."""
-    adam_beta1: float = 0.9
-    """Adam's first decay rate."""
-    adam_beta2: float = 0.95
-    """Adam's second decay rate."""
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    """Adam's decay rates of the first and the second moment."""
     adam_eps: float = 1e-8
     """Adam's epsilon."""
     clip_grad: float = 1.0
@@ -120,6 +118,8 @@ class TrainingConfig:
     """Most padded tokens in one forward/backward pass of a rank. Default: no limit but micro_batch_size."""
     ppo_epochs: int = 1
     """Times that the update goes through the batch of an iteration."""
+    max_skipped_steps: int = 10
+    """Optimizer steps in a row that may be skipped because a loss or gradient was not finite; the run ends at the next one."""
     seed: int = 1
     """Seed of everything: data order, sampling, initialisation of new heads."""
 
@@ -138,10 +138,8 @@ class AlgorithmConfig:
     """Give the advantages of the whole batch mean 0 and deviation 1 (gae only)."""
     bootstrap_truncated: bool = False
     """Take the last value, not 0, as the future of a response that was cut off at its length limit (gae only)."""
-    clip_ratio_low: float = 0.2
-    """The surrogate's ratio is clipped below at 1 - this."""
-    clip_ratio_high: float = 0.2
-    """The surrogate's ratio is clipped above at 1 + this."""
+    clip_ratio: tuple[float, float] = (0.2, 0.2)
+    """The surrogate's ratio is clipped to [1 - the first, 1 + the second]."""
     dual_clip_ratio: float | None = None
     """For negative advantages the loss is at most -this * advantage (arXiv:1912.09729). Default: off."""
     value_clip: float | None = 0.2
@@ -156,8 +154,6 @@ class AlgorithmConfig:
     """Weight of the per-token KL penalty against the reference in the reward (k1). 0 here and in kl_loss_coef: no reference model."""
     kl_target: float | None = None
     """Nats per response; set: an adaptive controller moves kl_coef to meet it (arXiv:1909.08593). None: kl_coef stays as it is."""
-    kl_horizon: int = 10000
-    """Responses over which the adaptive controller corrects."""
     kl_loss_coef: float = 0.0
     """Weight of the KL against the reference inside the loss."""
     kl_loss_type: Literal["k1", "k2", "k3"] = "k3"
@@ -180,8 +176,6 @@ class RolloutConfig:
     """Longest prompt, in tokens."""
     max_response_length: int = 512
     """Longest response, in tokens."""
-    max_model_len: int | None = None
-    """Longest prompt plus response that the engine admits. Default: their sum."""
     prompt_overflow: Literal["left", "right", "error", "filter"] = "error"
     """What happens to a longer prompt. left: keep its last tokens. right: keep its first. filter: leave it out, counted."""
     temperature: float = 1.0
@@ -194,12 +188,8 @@ class RolloutConfig:
     """Further ids that end a response, beside the end-of-sequence ids of model and tokenizer."""
     rollout_dtype: Dtype = "float32"
     """Dtype of the rollout weights."""
-    gpu_memory_utilization: float = 0.85
-    """Share of the GPU that vLLM takes."""
-    kv_cache_gib: float = 1.0
-    """Size of vLLM's cache on a machine without GPU, in GiB a rank."""
-    enforce_eager: bool = False
-    """Run vLLM without CUDA graphs. Always so on a CPU."""
+    vllm_overrides: dict[str, str] = field(default_factory=dict)
+    """Escape hatch: vLLM's engine arguments, by name (gpu_memory_utilization, enforce_eager, max_num_seqs, kv_cache_memory_bytes, ...)."""
 
 
 @dataclass(frozen=True)
@@ -236,12 +226,30 @@ class LoggingConfig:
     """Responses of an iteration written to samples.jsonl."""
     verify_weights: bool = False
     """Compare the checksum of every parameter after each weight sync. Version 0 is always compared."""
-    save_hf: bool = False
-    """Write the trained actor to RUN_DIR/hf in Hugging Face format at the end."""
-    wandb_project: str | None = None
-    """Weights & Biases project; set: rank 0 logs one run there, online or offline by wandb's own WANDB_MODE variable. None: off."""
-    tensorboard: bool = False
-    """Write TensorBoard events to the run folder."""
+    loggers: list[Literal["wandb", "tensorboard"]] = field(default_factory=list)
+    """Where rank 0 logs too. wandb: one run, as its variables say (WANDB_PROJECT, WANDB_MODE, ...). tensorboard: RUN_DIR/tensorboard."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What is saved when, and what a run starts from."""
+
+    save_interval: int | None = None
+    """Iterations from one checkpoint to the next. None: only where a signal or RUN_DIR/SAVE_NOW asks for one."""
+    keep_checkpoints: int | None = 2
+    """Complete checkpoints that stay; older ones of this run are deleted after a new one is complete. None: all stay."""
+    async_save: bool = False
+    """Write checkpoints in the background: training waits for the copy only, not for the disk."""
+    resume: str = "auto"
+    """auto: go on from the newest complete checkpoint of RUN_DIR, where there is one. never: begin anew. Or the folder of a checkpoint, of
+    any run, or one that convert made: its weights alone."""
+    allow_changed: list[str] = field(default_factory=list)
+    """Fields that may differ from those of the checkpoint; any other difference that changes what is computed is refused."""
+    load_hf: str | None = None
+    """Folder in Hugging Face format whose weights the actor starts from, in place of model_path's; the reference stays at model_path's."""
+    save_hf_interval: int | None = None
+    """Write the actor in Hugging Face format every so many iterations, to RUN_DIR/hf_iter_N, and at the end, to RUN_DIR/hf. 0: at the end
+    only. None: never."""
 
 
 @dataclass(frozen=True)
@@ -256,6 +264,7 @@ class Config:
     rollout: RolloutConfig = RolloutConfig()
     data: DataConfig = DataConfig()
     logging: LoggingConfig = LoggingConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
 
     # -- what follows from the fields ---------------------------------------------------------------------------------
 
@@ -284,8 +293,7 @@ class Config:
     @property
     def max_model_len(self) -> int:
         """Longest prompt plus response, in tokens."""
-        limit = self.rollout.max_model_len
-        return limit if limit is not None else self.rollout.max_prompt_length + self.rollout.max_response_length
+        return self.rollout.max_prompt_length + self.rollout.max_response_length
 
     @property
     def uses_reference(self) -> bool:

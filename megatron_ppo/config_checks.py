@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_ppo.config import Config
+from megatron_ppo.config import SECTION_OF, Config
 from megatron_ppo.families import NetworkShape, mixture_faults, network_shape
 from megatron_ppo.resharding.megatron_layout import megatron_faults
 from megatron_ppo.resharding.megatron_mesh import data_parallel_size, megatron_parallel
@@ -32,7 +32,7 @@ def faults(config: Config, world_size: int, *, needs_data: bool = True) -> list[
             found += _batches(config, config.data_parallel_size(world_size))
         found += _algorithm(config)
         found += _prompt_file(config)
-    found += _lengths(config)
+    found += _checkpoints(config)
     found += _files(config)
     return found
 
@@ -57,7 +57,7 @@ def _ranges(config: Config) -> Iterator[str]:
         "max_response_length": r.max_response_length,
         "make_vocab_size_divisible_by": config.model.make_vocab_size_divisible_by,
         "reward_num_workers": config.data.reward_num_workers,
-        "kl_horizon": config.algorithm.kl_horizon,
+        "max_skipped_steps": t.max_skipped_steps,
     }
     for name, value in at_least_one.items():
         if value < 1:
@@ -81,7 +81,6 @@ def _real_ranges(config: Config) -> Iterator[str]:
         "temperature": (r.temperature, "log-probs are divided by it; use top_k = 1 for greedy samples"),
         "reward_timeout_s": (config.data.reward_timeout_s, "a reward needs some time"),
         "kl_target": (a.kl_target, "the adaptive controller divides by it"),
-        "kv_cache_gib": (r.kv_cache_gib, "vLLM needs a cache"),
         "adam_eps": (o.adam_eps, "it keeps the step finite"),
         "importance_weight_cap": (a.importance_weight_cap, "it caps weights, which are above 0"),
     }
@@ -95,7 +94,7 @@ def _real_ranges(config: Config) -> Iterator[str]:
         "weight_decay": o.weight_decay,
         "clip_grad": o.clip_grad,
         "lr_warmup_steps": o.lr_warmup_steps,
-        "clip_ratio_high": a.clip_ratio_high,
+        "clip_ratio[1]": a.clip_ratio[1],
         "value_clip": a.value_clip,
         "value_loss_coef": a.value_loss_coef,
         "entropy_coef": a.entropy_coef,
@@ -107,16 +106,15 @@ def _real_ranges(config: Config) -> Iterator[str]:
     for name, number in at_least_zero.items():
         if number is not None and not 0 <= number < math.inf:
             yield f"{name} = {number} must be a finite number of at least 0"
-    in_unit = {"gamma": a.gamma, "gae_lambda": a.gae_lambda, "clip_ratio_low": a.clip_ratio_low}
+    in_unit = {"gamma": a.gamma, "gae_lambda": a.gae_lambda, "clip_ratio[0]": a.clip_ratio[0]}
     for name, share in in_unit.items():
         if not 0 <= share <= 1:
             yield f"{name} = {share} must be in [0, 1]"
-    for name, rate in {"adam_beta1": o.adam_beta1, "adam_beta2": o.adam_beta2}.items():
+    for rate in o.adam_betas:
         if not 0 <= rate < 1:
-            yield f"{name} = {rate} must be in [0, 1)"
-    for name, part in {"gpu_memory_utilization": r.gpu_memory_utilization, "top_p": r.top_p}.items():
-        if not 0 < part <= 1:
-            yield f"{name} = {part} must be in (0, 1]"
+            yield f"adam_betas = {o.adam_betas} must be in [0, 1)"
+    if not 0 < r.top_p <= 1:
+        yield f"top_p = {r.top_p} must be in (0, 1]"
     if not 3 <= p.heartbeat_timeout_s < math.inf:
         yield f"heartbeat_timeout_s = {p.heartbeat_timeout_s} must be a finite number of at least 3: heartbeats come every 1 to 2 s"
     if a.dual_clip_ratio is not None and not 1 < a.dual_clip_ratio < math.inf:
@@ -219,14 +217,19 @@ def _algorithm(config: Config) -> Iterator[str]:
         yield "there is no reward: set reward (exact_match, math, token_accuracy, length, format or module:function) or reward_model_path"
 
 
-def _lengths(config: Config) -> Iterator[str]:
-    r = config.rollout
-    need = r.max_prompt_length + r.max_response_length
-    if r.max_model_len is not None and need > r.max_model_len:
-        yield (
-            f"max_prompt_length {r.max_prompt_length} + max_response_length {r.max_response_length} = {need} exceeds "
-            f"max_model_len = {r.max_model_len}; raise max_model_len or shorten one of them"
-        )
+def _checkpoints(config: Config) -> Iterator[str]:
+    c = config.checkpoint
+    for name, least in {"save_interval": 1, "keep_checkpoints": 1, "save_hf_interval": 0}.items():
+        number = getattr(c, name)
+        if number is not None and number < least:
+            yield f"{name} = {number} must be at least {least}, or None"
+    unknown = [name for name in c.allow_changed if name not in SECTION_OF]
+    if unknown:
+        yield f"allow_changed names {', '.join(unknown)}: no such field"
+    if c.resume not in ("auto", "never") and not Path(c.resume).is_dir():
+        yield f"resume = {c.resume}: there is no such folder; give auto, never, or the folder of a checkpoint"
+    if c.load_hf is not None and c.resume not in ("auto", "never"):
+        yield f"load_hf and resume = {c.resume} both name the weights to start from; give one of them"
 
 
 def _prompt_file(config: Config) -> Iterator[str]:
@@ -244,8 +247,8 @@ def _files(config: Config) -> Iterator[str]:
         yield "model_path is not set: name a folder in Hugging Face format"
         return
     vocabularies: dict[str, int] = {}
-    for name in ("model_path", "critic_path", "reward_model_path"):
-        folder = getattr(m, name)
+    folders = {"model_path": m.model_path, "critic_path": m.critic_path, "reward_model_path": m.reward_model_path}
+    for name, folder in (folders | {"load_hf": config.checkpoint.load_hf}).items():
         if folder is None:
             continue
         try:
@@ -277,6 +280,7 @@ def _network(config: Config, folder: str, network: NetworkShape) -> Iterator[str
         found += vllm_faults(network, p.rollout_tensor_parallel_size, p.rollout_expert_parallel)
     if config.max_model_len > network.max_position_embeddings:
         found.append(
-            f"max_model_len = {config.max_model_len} exceeds the model's max_position_embeddings = {network.max_position_embeddings}"
+            f"max_prompt_length + max_response_length = {config.max_model_len} exceeds the model's max_position_embeddings = "
+            f"{network.max_position_embeddings}"
         )
     yield from (f"{folder}: {fault}" for fault in found)

@@ -138,6 +138,8 @@ def _coerce(value: Any, annotation: Any) -> Any:  # noqa: PLR0911
         return _coerce(value, next(a for a in arguments if a is not type(None)))
     if origin is list and isinstance(value, list):
         return [_coerce(v, arguments[0]) for v in value]
+    if origin is tuple and isinstance(value, list | tuple) and len(value) == len(arguments):
+        return tuple(_coerce(v, kind) for v, kind in zip(value, arguments, strict=True))
     if origin is dict and isinstance(value, dict):
         return {str(k): str(v) for k, v in value.items()}
     if annotation is float and isinstance(value, int | float | str) and not isinstance(value, bool):

@@ -118,7 +118,7 @@ class TrainingController(Controller):
         self._rollout = RemoteRollout(context.world)
         self._answers = {prompt.prompt_id: prompt.answer for prompt in context.prompts.prompts}
         algorithm = context.config.algorithm
-        self._kl = KLController(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
+        self._kl = KLController(algorithm.kl_coef, algorithm.kl_target)
 
     def _iterate(self, iteration: int) -> None:
         context, engine, watch = self.context, self._engine, Stopwatch()

@@ -88,8 +88,8 @@ def _policy_term(algorithm: AlgorithmConfig, output: RoleOutput, batch: MicroBat
         old,
         _need(batch.advantages, "advantages"),
         mask,
-        clip_low=algorithm.clip_ratio_low,
-        clip_high=algorithm.clip_ratio_high,
+        clip_low=algorithm.clip_ratio[0],
+        clip_high=algorithm.clip_ratio[1],
         dual_clip=algorithm.dual_clip_ratio,
     )
     approx_kl = ppo.kl_estimate(old, log_probs.detach(), mask, "k3")

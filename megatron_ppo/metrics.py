@@ -170,7 +170,7 @@ class WandbSink:
         if online and not os.environ.get("WANDB_API_KEY") and wandb.api.api_key is None:
             raise RuntimeError("W&B needs a key: run `wandb login`, or set WANDB_API_KEY, or set WANDB_MODE=offline")
         self._run = wandb.init(
-            project=config.logging.wandb_project,
+            project=os.environ.get("WANDB_PROJECT", "megatron_ppo"),
             name=folder.name,
             dir=str(folder),
             config=dataclasses.asdict(config),
@@ -206,15 +206,11 @@ class TensorboardSink:
 
 
 def _open_sinks(config: Config, folder: Path) -> list[Sink]:
-    wanted: list[tuple[str, Callable[[Config, Path], Sink]]] = []
-    if config.logging.wandb_project is not None:
-        wanted.append(("wandb", WandbSink))
-    if config.logging.tensorboard:
-        wanted.append(("tensorboard", TensorboardSink))
+    known: dict[str, Callable[[Config, Path], Sink]] = {"wandb": WandbSink, "tensorboard": TensorboardSink}
     sinks: list[Sink] = []
-    for name, make in wanted:
+    for name in config.logging.loggers:
         try:
-            sinks.append(make(config, folder))
+            sinks.append(known[name](config, folder))
         except Exception as error:  # missing package, no key, no network: said once, and training goes on
             warn(f"{name} is off: {type(error).__name__}: {error}")
     return sinks

@@ -106,7 +106,7 @@ class Run:
             writer = MetricsWriter(config)
         self._loop(TrainingController(context, engine, writer))
         with self._watchdog.phase("closing"):
-            if config.logging.save_hf:
+            if config.checkpoint.save_hf_interval is not None:
                 engine.export_hf(Path(config.logging.run_dir) / "hf")
             if writer is not None:
                 writer.close()

@@ -47,7 +47,7 @@ They are checked on every rank before any process group or model exists; all fau
 | layers divide by PP x virtual PP | every chunk has the same number |
 | prompts_per_iteration x samples_per_prompt is a multiple of global_batch_size | whole optimizer steps |
 | global_batch_size is a multiple of DP | whole shares |
-| max_prompt_length + max_response_length <= max_model_len <= the model's positions | no response is cut short silently |
+| max_prompt_length + max_response_length <= the model's positions | no response is cut short silently |
 | gae needs a critic; grpo and rloo have none, and need samples_per_prompt >= 2 | |
 | there is a reward, a reward_model_path, or both | |
 | critic_path and reward_model_path have the vocabulary and tokenizer of model_path | they read the policy's token ids |

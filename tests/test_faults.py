@@ -184,7 +184,7 @@ def test_b93_an_exception_on_one_rank_ends_all_and_is_what_all_print(
     """
     with Processes(tmp_path / "log", {"WANDB_MODE": "offline"}) as processes:
         # The engine of the other backend is built sooner; which one it is makes no difference here.
-        processes.torchrun(4, planted(inputs, tmp_path, kind, victim, rollout_backend="hf", wandb_project="test"))
+        processes.torchrun(4, planted(inputs, tmp_path, kind, victim, rollout_backend="hf", loggers=["wandb"]))
         started = processes.wait_until(lambda: text in processes.output(), "the planted error", LAUNCH_TIMEOUT_S)
         ended = processes.wait_until(lambda: not processes.alive(), "the end of all processes", 60.0)
         assert ended - started < promised(END_S)

@@ -70,7 +70,7 @@ def test_b104_wandb_offline_makes_one_run_without_key_or_network(tmp_path: Path,
     pytest.importorskip("wandb")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    writer = _writer(tmp_path, wandb_project="test")
+    writer = _writer(tmp_path, loggers=["wandb"])
     writer.log(0, {"reward/mean": 0.5})
     writer.close()
     runs = [path for path in (tmp_path / "wandb").iterdir() if path.name.startswith("offline-run")]
@@ -109,7 +109,7 @@ def test_b104_where_wandb_fails_training_goes_on(
 
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setitem(sys.modules, "wandb", None if fault == "not installed" else Broken)
-    writer = _writer(tmp_path, wandb_project="test")
+    writer = _writer(tmp_path, loggers=["wandb"])
     for iteration in range(3):
         writer.log(iteration, {"reward/mean": 0.1 * iteration})
     writer.close()
@@ -121,7 +121,7 @@ def test_b104_where_wandb_fails_training_goes_on(
 
 def test_tensorboard_events_are_written(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    writer = _writer(tmp_path, tensorboard=True)
+    writer = _writer(tmp_path, loggers=["tensorboard"])
     writer.log(0, {"reward/mean": 0.5})
     writer.close()
     assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))

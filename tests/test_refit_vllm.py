@@ -208,7 +208,7 @@ def make_config(folder: Path, case: Case) -> Config:
         "max_prompt_length": 32,
         "max_response_length": 10,
         "temperature": 0.8,
-        "kv_cache_gib": 0.05,
+        "vllm_overrides": {"kv_cache_memory_bytes": "53687091"},
         "bucket_bytes": 50_000,
     }
     return Config().replace(**(fields | dict(case.fields)))

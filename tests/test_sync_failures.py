@@ -265,7 +265,7 @@ def test_b27_a_sync_cut_in_the_middle_leaves_no_engine_to_sample_from_until_a_wh
         samples_per_prompt=2,
         max_prompt_length=32,
         max_response_length=10,
-        kv_cache_gib=0.05,
+        vllm_overrides={"kv_cache_memory_bytes": "53687091"},
         bucket_bytes=8192,
     )
     trainer, *replicas = run_ranks(break_and_mend, 3, config, str(models[1]), timeout_s=500)

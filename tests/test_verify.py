@@ -58,7 +58,8 @@ DTYPES: dict[Family, dict[str, str]] = {
     "qwen3": {"params_dtype": BF16},  # an fp32 folder, rounded by the trainer: the engine's fp32 holds rounded values
     "qwen3_moe": {"params_dtype": BF16, "rollout_dtype": BF16},
 }
-SMALL = {"max_prompt_length": 24, "max_response_length": 8, "kv_cache_gib": 0.05, "bucket_bytes": 50_000, "critic": "none"}
+CACHE = {"kv_cache_memory_bytes": "53687091"}
+SMALL = {"max_prompt_length": 24, "max_response_length": 8, "vllm_overrides": CACHE, "bucket_bytes": 50_000, "critic": "none"}
 
 
 def toy(folder: Path, family: Family) -> Path:
@@ -196,7 +197,8 @@ sys.exit(main(sys.argv[3:]))
 def flags(model: Path, **fields: object) -> list[str]:
     """What follows ``python``; a value of several words is several arguments."""
     found = ["-m", "megatron_ppo", "verify"]
-    for name, value in ({"model_path": model, "max_prompt_length": 24, "max_response_length": 8, "kv_cache_gib": 0.05} | fields).items():
+    small = {"max_prompt_length": 24, "max_response_length": 8, "vllm_overrides": "kv_cache_memory_bytes 53687091"}
+    for name, value in ({"model_path": model} | small | fields).items():
         found += [f"--{name.replace('_', '-')}", *str(value).split(" ")]
     return found
 

@@ -52,15 +52,22 @@ def tiny_flags(inputs: Path, run_dir: Path, **fields: object) -> list[str]:
         "micro_batch_size": 8,
         "max_prompt_length": 8,
         "max_response_length": 8,
-        "kv_cache_gib": 0.25,
+        "vllm_overrides": {"kv_cache_memory_bytes": "268435456"},
         "lr": 1e-3,
         "critic_lr": 1e-3,
     } | fields
     flags: list[str] = []
     for name, value in settings.items():
         flag = name.replace("_", "-")
-        flags += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+        flags += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", *_words(value)]
     return flags
+
+
+def _words(value: object) -> list[str]:
+    """Of a list, tuple or mapping, each of its parts."""
+    if isinstance(value, dict):
+        value = [part for pair in value.items() for part in pair]
+    return [str(part) for part in value] if isinstance(value, list | tuple) else [str(value)]
 
 
 class Processes:

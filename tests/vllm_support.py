@@ -23,7 +23,7 @@ SAMPLING = Sampling(max_response_length=12)
 
 def engine_config(folder: str, **fields: object) -> Config:
     """Room for prompts of 220 tokens and a small cache."""
-    sizes = {"max_prompt_length": 220, "max_response_length": 12, "kv_cache_gib": 0.05}
+    sizes = {"max_prompt_length": 220, "max_response_length": 12, "vllm_overrides": {"kv_cache_memory_bytes": "53687091"}}
     return Config().replace(**{"model_path": folder, **sizes, **fields})
 
 

@@ -28,7 +28,7 @@ def check_requests(prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: 
         if len(prompt) + sampling.max_response_length > max_model_len:
             raise ValueError(
                 f"prompt {index} has {len(prompt)} tokens; with max_response_length {sampling.max_response_length} that is more than "
-                f"max_model_len {max_model_len}: shorten the prompt or the response, or raise max_model_len"
+                f"max_prompt_length + max_response_length = {max_model_len}: shorten the prompt or the response, or raise one of them"
             )
     if any(seed < 0 for seed in seeds):
         raise ValueError(f"seeds must be 0 or more, but the smallest is {min(seeds)}")

@@ -60,8 +60,8 @@ class MegatronOptimizer:
             lr=peak_lr,
             min_lr=0.0,  # the schedule of this module sets every rate; megatron-core's own scheduler is not used
             weight_decay=settings.weight_decay,
-            adam_beta1=settings.adam_beta1,
-            adam_beta2=settings.adam_beta2,
+            adam_beta1=settings.adam_betas[0],
+            adam_beta2=settings.adam_betas[1],
             adam_eps=settings.adam_eps,
             sgd_momentum=0.0,
             clip_grad=settings.clip_grad,

@@ -11,18 +11,21 @@ out: rewards, prompts, how weights travel (``resharding/``), and which replica a
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import hashlib
 import logging
 import os
 import secrets
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import yaml
 from torch import Tensor, nn
 
 from megatron_ppo.backends.base import InferenceBackend
@@ -37,7 +40,13 @@ from megatron_ppo.types import Completion, Sampling
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
-_GIB = 2**30
+_DEFAULTS = {"gpu_memory_utilization": 0.85, "enable_prefix_caching": True}
+_CPU_DEFAULTS = {"kv_cache_memory_bytes": 2**30}
+_WEIGHTS_LIE_ELSEWHERE = frozenset(
+    "quantization pipeline_parallel_size data_parallel_size prefill_context_parallel_size decode_context_parallel_size "
+    "enable_lora enable_eplb speculative_config cpu_offload_gb offload_backend hf_overrides tokenizer tokenizer_mode revision".split()
+)
+"""Engine arguments under which parameters would not lie as ``vllm_layout`` says, or something else would be sampled."""
 _SAME_KERNEL_ROWS = 4
 
 _NOISE = (
@@ -84,25 +93,22 @@ class VLLMBackend(InferenceBackend):
 
             if on_cpu:
                 _check_head_size(network.head_dim)
-            self._llm: LLM | None = LLM(
-                model=config.model.model_path,
-                skip_tokenizer_init=True,
-                trust_remote_code=config.model.trust_remote_code,
-                load_format="auto" if load_weights else "dummy",
-                use_tqdm_on_load=False,
-                dtype=config.rollout.rollout_dtype,
-                seed=int(seed),
-                max_model_len=config.max_model_len,
-                tensor_parallel_size=tp_size,
-                distributed_executor_backend="external_launcher",
-                gpu_memory_utilization=config.rollout.gpu_memory_utilization,
-                kv_cache_memory_bytes=int(config.rollout.kv_cache_gib * _GIB) if on_cpu else None,
-                enforce_eager=on_cpu or config.rollout.enforce_eager,
-                enable_prefix_caching=True,
-                logprobs_mode="processed_logprobs",  # of the distribution that is drawn from, temperature included
-                generation_config="vllm",  # not the folder's sampling defaults: the run's configuration is the only source
+            fixed = {
+                "model": config.model.model_path,
+                "skip_tokenizer_init": True,
+                "trust_remote_code": config.model.trust_remote_code,
+                "load_format": "auto" if load_weights else "dummy",
+                "dtype": config.rollout.rollout_dtype,
+                "seed": int(seed),
+                "max_model_len": config.max_model_len,
+                "tensor_parallel_size": tp_size,
+                "distributed_executor_backend": "external_launcher",
+                "logprobs_mode": "processed_logprobs",  # of the distribution that is drawn from, temperature included
+                "generation_config": "vllm",  # not the folder's sampling defaults: the run's configuration is the only source
                 **expert_options(network, expert_parallel=expert_parallel, on_cpu=on_cpu),
-            )
+            } | ({"enforce_eager": True} if on_cpu else {})
+            chosen = parse_overrides(config.rollout.vllm_overrides, fixed)
+            self._llm: LLM | None = LLM(**(_DEFAULTS | (_CPU_DEFAULTS if on_cpu else {}) | chosen | fixed), use_tqdm_on_load=False)
         self._check_peers(f"engine seed {seed}")
         rank = _tp_group().rank_in_group
         self._layout = vllm_layout(network, tensor_parallel_size=tp_size, tp_rank=rank, expert_parallel=expert_parallel)
@@ -227,6 +233,28 @@ def _tp_group() -> Any:
     from vllm.distributed.parallel_state import get_tp_group
 
     return get_tp_group()
+
+
+def parse_overrides(overrides: Mapping[str, str], fixed: Mapping[str, object]) -> dict[str, Any]:
+    """``vllm_overrides`` with the values that YAML reads in them (numbers, true/false, lists, mappings); ``fixed`` names what the rest of
+    the configuration decides. ``ValueError`` for names that vLLM does not have, or that would change where weights lie or what is sampled.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    parsed: dict[str, Any] = {}
+    for name, text in overrides.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; perhaps you meant {near[0]}" if near else ""
+            raise ValueError(f"vllm_overrides: vLLM's engine has no argument {name!r}{hint}")
+        if name in fixed or name in _WEIGHTS_LIE_ELSEWHERE:
+            raise ValueError(f"vllm_overrides: {name} follows from another field, or weights would not arrive under it; leave it out")
+        try:
+            parsed[name] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(f"vllm_overrides: {name} = {text!r} cannot be read as YAML: {error}") from None
+    return parsed
 
 
 def set_environment() -> None:

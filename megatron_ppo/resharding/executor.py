@@ -1,16 +1,16 @@
 """Carries out a plan: packs boxes into buckets, broadcasts them, unpacks them into the live parameters.
 
-Step 1 of every iteration (the sync). Every rank serves its groups' buckets in one global order, at most two in flight:
+Step 1 of every iteration (the sync). Every rank serves its groups' buckets in one global order, at most two of them in buffers:
 
     source        pack 0 | pack 1 | wait 0, pack 2 | ...          cast to the wire's dtype while packing
     broadcast              0 ---- | 1 ------------ | 2 --
     destination                     wait 0, unpack 0 | wait 1, unpack 1 | ...
 
-A group's stream is its transfers laid end to end and cut every ``bucket_bytes``; of a transfer that is larger, the whole buckets come
-first and stay by themselves. Where such a bucket lies in one piece in a parameter of the wire's dtype, it is sent from there, and received
-into there, without packing. Bucket k of every group precedes bucket k + 1 of any, and ranks start their broadcasts in that order: the
-oldest unfinished bucket is never behind another on any of its members, so that no two ranks can wait for each other. Extra memory is two
-buckets, made once.
+A group's stream is its transfers laid end to end and cut every ``bucket_bytes``; whole buckets of a transfer, and a last part of at least a
+quarter of one, come first and stay by themselves. Where such a bucket lies in one piece in a parameter of the wire's dtype, it is sent from
+there, and received into there: without packing, and without a buffer, so that up to four broadcasts are under way. Bucket k of every group
+precedes bucket k + 1 of any, and ranks start their broadcasts in that order: the oldest unfinished bucket is never behind another on any
+of its members, so that no two ranks can wait for each other. Extra memory is two buckets, made once.
 
 Left out: what goes where (``plan.py``), the proof that it arrived (``checksum.py``), and what becomes of an engine whose transfer failed
 midway (the caller marks it unusable).
@@ -33,11 +33,13 @@ from torch import Tensor
 
 from megatron_ppo.resharding.boxes import volume
 from megatron_ppo.resharding.layout import Ranges, box_shape, shifted
-from megatron_ppo.resharding.plan import Group, ReshardPlan, Transfer
+from megatron_ppo.resharding.plan import Group, ReshardPlan, Transfer, elements_alone
 
 Parameters = Mapping[str, Tensor]
 """Local parameter name -> live tensor."""
-_IN_FLIGHT = 2
+_NUM_BUFFERS = 2
+_IN_FLIGHT = 4
+"""Broadcasts under way on a rank: at most two out of buffers, the others where parameters lie, which takes no memory."""
 
 
 class Work(Protocol):
@@ -112,6 +114,18 @@ class _Bucket:
     is_source: bool
     is_destination: bool
     content: _Content
+
+
+@dataclass(frozen=True)
+class _Started:
+    """A bucket under way."""
+
+    work: Work | None
+    tensor: Tensor
+    left: tuple[_Copy, ...]
+    """What is to be copied out of ``tensor`` when it has arrived."""
+    buffer: Tensor | None
+    """The buffer that ``tensor`` is a part of; None where it is a part of a parameter."""
 
 
 class ReshardExecutor:
@@ -197,33 +211,37 @@ class ReshardExecutor:
         started = time.monotonic()
         if not self._buckets:
             return TransferStats(0, 0, 0, time.monotonic() - started)
-        buffers = self._make_buffers(next(iter((sources or destinations).values())).device)
-        in_flight: deque[tuple[Work | None, Tensor, tuple[_Copy, ...]]] = deque()
+        free = self._make_buffers(next(iter((sources or destinations).values())).device)
+        in_flight: deque[_Started] = deque()
         sent = received = 0
-        with _side_stream(buffers[0].device):
-            for number, bucket in enumerate(self._buckets):
-                if len(in_flight) == len(buffers):
-                    _finish(*in_flight.popleft(), destinations)
-                content, tensor = bucket.content, buffers[number % len(buffers)][: bucket.content.num_elements]
-                left = content.copies if bucket.is_destination else ()
-                if bucket.is_source:
-                    tensor = _packed(content, tensor, sources)
-                elif (own := _in_place(content.destination, tensor, destinations)) is not None:
-                    tensor, left = own, ()
+        with _side_stream(free[0].device):
+            for bucket in self._buckets:
+                content, side = bucket.content, sources if bucket.is_source else destinations
+                tensor = _in_place(content.source if bucket.is_source else content.destination, content, self.transfer_dtype, side)
+                buffer = None
+                while len(in_flight) == _IN_FLIGHT or (tensor is None and not free):
+                    free += _finish(in_flight.popleft(), destinations)
+                if tensor is None:
+                    buffer = free.pop()
+                    tensor = buffer[: content.num_elements]
+                    if bucket.is_source:
+                        _pack(content, tensor, sources)
+                is_left = bucket.is_destination and (bucket.is_source or buffer is not None)
                 sent += tensor.nbytes * bucket.is_source
                 received += tensor.nbytes * bucket.is_destination
                 work = None if bucket.bridge is None else bucket.bridge.broadcast(tensor, bucket.source, async_op=True)
-                in_flight.append((work, tensor, left))
+                in_flight.append(_Started(work, tensor, content.copies if is_left else (), buffer))
             while in_flight:
-                _finish(*in_flight.popleft(), destinations)
+                _finish(in_flight.popleft(), destinations)
         return TransferStats(sent, received, len(self._buckets), time.monotonic() - started)
 
     def _make_buffers(self, device: torch.device) -> list[Tensor]:
+        """The buffers, made at the first sync; the list is the caller's."""
         if not self._buffers or self._buffers[0].device != device:
             size = max(bucket.content.num_elements for bucket in self._buckets)
-            count = min(_IN_FLIGHT, len(self._buckets))
+            count = min(_NUM_BUFFERS, len(self._buckets))
             self._buffers = [torch.empty(size, dtype=self.transfer_dtype, device=device) for _ in range(count)]
-        return self._buffers
+        return list(self._buffers)
 
     def _faults(self, sources: Parameters | None, destinations: Parameters | None) -> list[str]:
         """Why this rank could not take part, in words."""
@@ -306,14 +324,15 @@ def _cut(group: Group, plan: ReshardPlan, bucket_elements: int) -> Iterator[_Con
     held, wanted = plan.source_shapes[group.source], plan.destination_shapes[group.destinations[0]]
     rest: list[tuple[Transfer, int]] = []
     for transfer in group.transfers:
-        whole = transfer.num_elements // bucket_elements * bucket_elements
-        for start in range(0, whole, bucket_elements):
-            copies = tuple(_copies(transfer, start, start + bucket_elements, 0))
+        alone = elements_alone(transfer.num_elements, bucket_elements)
+        for start in range(0, alone, bucket_elements):
+            stop = min(start + bucket_elements, alone)
+            copies = tuple(_copies(transfer, start, stop, 0))
             source = _span(transfer.source_parameter, transfer.source, held, start)
             destination = _span(transfer.destination_parameter, transfer.destination, wanted, start)
-            yield _Content(copies, bucket_elements, source, destination)
-        if whole < transfer.num_elements:
-            rest.append((transfer, whole))
+            yield _Content(copies, stop - start, source, destination)
+        if alone < transfer.num_elements:
+            rest.append((transfer, alone))
     yield from _cut_end_to_end(rest, bucket_elements)
 
 
@@ -367,34 +386,31 @@ def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1] if shape else ()
 
 
-def _packed(content: _Content, buffer: Tensor, sources: Parameters) -> Tensor:
-    """The bucket's elements in one piece: in the parameter itself where they are so, otherwise copied into ``buffer``."""
-    held = _in_place(content.source, buffer, sources)
-    if held is not None:
-        return held
+def _pack(content: _Content, target: Tensor, sources: Parameters) -> None:
+    """Copy the bucket's elements into ``target``, one box after the other."""
     for copy in content.copies:
-        buffer.as_strided(copy.shape, copy.strides, copy.offset).copy_(_box(sources[copy.source_parameter], copy.source, copy.shape))
-    return buffer
+        target.as_strided(copy.shape, copy.strides, copy.offset).copy_(_box(sources[copy.source_parameter], copy.source, copy.shape))
 
 
-def _finish(work: Work | None, tensor: Tensor, copies: tuple[_Copy, ...], destinations: Parameters) -> None:
-    """Wait for a bucket, and copy what is not yet in its place."""
-    if work is not None:
-        work.wait()
-    first = tensor.storage_offset()
-    for copy in copies:
+def _finish(started: _Started, destinations: Parameters) -> list[Tensor]:
+    """Wait for a bucket, and copy what is not yet in its place. Returns the buffer that is free again, if it had one."""
+    if started.work is not None:
+        started.work.wait()
+    first = started.tensor.storage_offset()
+    for copy in started.left:
         target = _box(destinations[copy.destination_parameter], copy.destination, copy.shape)
-        target.copy_(tensor.as_strided(copy.shape, copy.strides, first + copy.offset))
+        target.copy_(started.tensor.as_strided(copy.shape, copy.strides, first + copy.offset))
+    return [] if started.buffer is None else [started.buffer]
 
 
-def _in_place(span: _Span | None, buffer: Tensor, parameters: Parameters) -> Tensor | None:
-    """The span's part of its parameter, as a view; None without a span, or where the parameter is not row-major or of another dtype."""
+def _in_place(span: _Span | None, content: _Content, dtype: torch.dtype, parameters: Parameters) -> Tensor | None:
+    """The bucket's part of its parameter, as a view; None without a span, or where the parameter is not row-major or of another dtype."""
     if span is None:
         return None
     parameter = parameters[span.parameter]
-    if parameter.dtype != buffer.dtype or not parameter.is_contiguous():
+    if parameter.dtype != dtype or not parameter.is_contiguous():
         return None
-    return parameter.detach().view(-1)[span.start : span.start + buffer.numel()]
+    return parameter.detach().view(-1)[span.start : span.start + content.num_elements]
 
 
 def _box(tensor: Tensor, ranges: Ranges, shape: tuple[int, ...]) -> Tensor:

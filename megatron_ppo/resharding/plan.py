@@ -124,7 +124,8 @@ class ReshardPlan:
         rows = {rank: [0] * 6 for rank in sorted({*self.source_shapes, *self.destination_shapes})}
         for group in self.groups:
             elements, over_network = group.num_elements, len(group.ranks) > 1
-            buckets = -(-elements // bucket_elements)
+            alone = [elements_alone(transfer.num_elements, bucket_elements) for transfer in group.transfers]
+            buckets = sum(-(-part // bucket_elements) for part in alone) + -(-(elements - sum(alone)) // bucket_elements)
             rows[group.source][0] += elements * self.bytes_per_element
             for rank in group.destinations:
                 rows[rank][1] += elements * self.bytes_per_element
@@ -146,6 +147,13 @@ class ReshardPlan:
                     known[id(shapes)] = hashlib.sha256(repr(sorted(shapes.items())).encode()).digest()
                 text.update(f"|{rank}:".encode() + known[id(shapes)])
         return text.hexdigest()
+
+
+def elements_alone(num_elements: int, bucket_elements: int) -> int:
+    """How many of a transfer's elements, from its first on, travel in buckets that hold nothing else: whole buckets, and a last part of at
+    least a quarter of one. The executor spares such a bucket the copy where it lies in one piece in a parameter."""
+    last = num_elements % bucket_elements
+    return num_elements if 4 * last >= bucket_elements else num_elements - last
 
 
 def build_plan(

@@ -139,7 +139,7 @@ def check_architecture(network: NetworkShape, config: Config) -> None:
     if network.sliding_window is not None and network.sliding_window < config.max_model_len:
         raise ValueError(
             f"the model attends to {network.sliding_window} tokens at most (sliding_window), but prompt plus response may have "
-            f"{config.max_model_len}: set max_model_len to {network.sliding_window} or less"
+            f"{config.max_model_len}: shorten max_prompt_length + max_response_length to {network.sliding_window} or less"
         )
     rope_inverse_frequencies(network)
     parallel = config.parallel

@@ -250,7 +250,8 @@ def test_whole_buckets_of_a_parameter_are_sent_and_received_in_place() -> None:
         own = {tensor.untyped_storage().data_ptr() for tensor in parameters.values()}
         in_place = sum(address in own for address, _ in log)
         large = [tensor.nbytes // 4096 for name, tensor in full.items() if "k_proj" not in name and "v_proj" not in name]
-        assert in_place >= sum(large) and len({address for address, _ in log} - own) == 2
+        assert in_place >= sum(large) and len({address for address, _ in log} - own) <= 2
+        assert max(flying for _, flying in log) == 4, "what needs no buffer does not wait for one"
         assert len(log) == plan.summary(4096)[rank].num_buckets
 
 
@@ -290,7 +291,7 @@ def test_two_buffers_are_all_the_memory_and_two_broadcasts_all_that_fly() -> Non
     allocated = allocated_bytes(lambda: executor.send(weights))
     assert len({address for address, _ in log}) == 2
     assert max(flying for _, flying in log) == 2 and under_way == [0]
-    assert len(log) == -(-plan.groups[0].num_elements * 2 // bucket_bytes) + -(-plan.groups[1].num_elements * 2 // bucket_bytes)
+    assert len(log) == plan.summary(bucket_bytes)[0].num_messages
     assert 0 < sum(allocated) <= 2 * bucket_bytes
     log.clear()
     assert sum(allocated_bytes(lambda: executor.send(weights))) == 0, "the second sync must reuse the buffers"

@@ -141,8 +141,8 @@ def test_what_would_make_another_mixture_is_refused(changes: dict[str, Any], fie
 
 def test_mistral_window_must_hold_the_sequences() -> None:
     hf_config = MistralConfig(**sizes(), sliding_window=1000)
-    assert made(hf_config, max_model_len=1000).window_size is None
-    with pytest.raises(ValueError, match=r"sliding_window.*1024.*max_model_len to 1000"):
+    assert made(hf_config, max_prompt_length=900, max_response_length=100).window_size is None
+    with pytest.raises(ValueError, match=r"sliding_window.*1024.*max_prompt_length \+ max_response_length to 1000"):
         made(hf_config)
 
 
