@@ -110,7 +110,7 @@ def load_hf_weights(
     network = own if network is None else network
     _check_same_numbers(own, network, checkpoint.folder)
     _check_parameters(layout, parameters, head)
-    _check_heads(checkpoint, network, head, head_required)
+    check_heads(checkpoint, network, head, head_required)
     by_parameter: dict[str, int] = dict.fromkeys(layout.shapes, 0)
     for block in layout.blocks:
         by_parameter[block.parameter] += block.num_elements
@@ -146,7 +146,7 @@ def write_hf_checkpoint(
         raise ValueError(f"max_shard_bytes must be at least 1, but is {max_shard_bytes}")
     config = read_json(source / "config.json")
     network = network_shape(config)
-    sidecars = _checked_sidecars(source)
+    _checked_sidecars(source)
     if target.is_dir() and [*target.glob("*.safetensors"), *target.glob(INDEX_FILE)]:
         raise ValueError(f"{target} already holds weights, which would be mixed up with the new ones; choose an empty folder")
     target.mkdir(parents=True, exist_ok=True)
@@ -159,9 +159,7 @@ def write_hf_checkpoint(
         writer.discard()
         raise
     _write_config(source / "config.json", target / "config.json", _exported_config(config, head, writer.dtypes))
-    for path in sidecars:
-        copy = shutil.copytree if path.is_dir() else shutil.copyfile
-        copy(path, target / path.name)
+    copy_sidecars(source, target)
 
 
 class _ShardWriter:
@@ -265,7 +263,7 @@ def _open(file: Path) -> safe_open:
 def _check_same_numbers(own: NetworkShape, network: NetworkShape, folder: Path) -> None:
     wanted = {tensor.name: tensor.shape for tensor in canonical_tensors(network)}
     for tensor in canonical_tensors(own):
-        if tensor.name == LM_HEAD:  # judged by ``_check_heads``: a critic may come from a tied or an untied policy
+        if tensor.name == LM_HEAD:  # judged by ``check_heads``: a critic may come from a tied or an untied policy
             continue
         if wanted.get(tensor.name) != tensor.shape:
             raise ValueError(
@@ -289,8 +287,8 @@ def _check_parameters(layout: RankLayout, parameters: Mapping[str, Tensor], head
         raise ValueError(f"the layout was built with another head than {head!r}; pass the same head to both")
 
 
-def _check_heads(checkpoint: HFCheckpoint, network: NetworkShape, head: Head, head_required: bool) -> None:
-    """All canonical tensors are there, once, in their shapes; the rules for heads are those of ``load_hf_weights``."""
+def check_heads(checkpoint: HFCheckpoint, network: NetworkShape, head: Head, head_required: bool) -> None:
+    """``ValueError`` unless all canonical tensors are there in their shapes; the rules for heads are those of ``load_hf_weights``."""
     ignored = set()
     if SCORE_HEAD not in checkpoint.shapes and head != "lm":
         if head_required or head == "score":
@@ -319,6 +317,13 @@ def _check_tied_copy(checkpoint: HFCheckpoint) -> None:
             f"{checkpoint.folder}: config.json ties the head to the embedding, but {LM_HEAD} differs from {EMBEDDING}; "
             "set tie_word_embeddings to false, or remove the tensor"
         )
+
+
+def copy_sidecars(source: Path, target: Path) -> None:
+    """Copy generation config, tokenizer and chat template byte by byte. ``ValueError`` for one that is not valid JSON."""
+    for path in _checked_sidecars(source):
+        copy = shutil.copytree if path.is_dir() else shutil.copyfile
+        copy(path, target / path.name)
 
 
 def _checked_sidecars(source: Path) -> list[Path]:
