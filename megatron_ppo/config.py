@@ -225,7 +225,7 @@ class LoggingConfig:
     num_logged_samples: int = 4
     """Responses of an iteration written to samples.jsonl."""
     verify_weights: bool = False
-    """Compare the checksum of every parameter after each weight sync. Version 0 is always compared."""
+    """Compare the checksum of every parameter after each weight sync. The first sync is always compared."""
     loggers: list[Literal["wandb", "tensorboard"]] = field(default_factory=list)
     """Where rank 0 logs too. wandb: one run, as its variables say (WANDB_PROJECT, WANDB_MODE, ...). tensorboard: RUN_DIR/tensorboard."""
 
@@ -303,6 +303,20 @@ class Config:
     def data_parallel_size(self, world_size: int) -> int:
         """Data-parallel replicas of the trainer in a launch of ``world_size`` ranks."""
         return (world_size - self.parallel.rollout_world_size) // self.model_parallel_size
+
+    def mesh_sizes(self, world_size: int) -> dict[str, int]:
+        """Sizes of both meshes of a launch of ``world_size`` ranks, by the names of their axes, for records and messages."""
+        p = self.parallel
+        return {
+            "tp": p.tensor_model_parallel_size,
+            "pp": p.pipeline_model_parallel_size,
+            "vpp": p.virtual_pipeline_model_parallel_size or 1,
+            "cp": p.context_parallel_size,
+            "ep": p.expert_model_parallel_size,
+            "dp": self.data_parallel_size(world_size),
+            "rollout_tp": p.rollout_tensor_parallel_size,
+            "replicas": self.num_replicas,
+        }
 
     def replace(self, **fields: object) -> Config:
         """A copy with fields set by their flat names; an unknown name is a ``TypeError``."""

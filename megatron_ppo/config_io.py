@@ -155,4 +155,9 @@ def _coerce(value: Any, annotation: Any) -> Any:  # noqa: PLR0911
 def write_config(config: Config, path: Path) -> None:
     """Write every field, by sections, so that ``--config`` of this file gives the same configuration again."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False), encoding="utf-8")
+    path.write_text(config_text(config), encoding="utf-8")
+
+
+def config_text(config: Config) -> str:
+    """What ``write_config`` writes."""
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)

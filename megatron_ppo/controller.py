@@ -7,24 +7,29 @@
     5 update     training              epochs x mini-batches x micro-batches
     6 log        rank 0                console, files, dashboards
 
-A decision (stop) depends only on the configuration, the iteration, or a value agreed by all ranks.
+At each boundary between iterations all ranks agree on what anyone was asked for (stop, save), and the training mesh writes a checkpoint
+where one is due. A decision depends only on the configuration, the iteration, or a value agreed by all ranks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from megatron_ppo.agreement import all_agree
 from megatron_ppo.bridge import Bridge
+from megatron_ppo.checkpointer import Checkpointer
 from megatron_ppo.config import Config
 from megatron_ppo.data_bus import DataBus
 from megatron_ppo.experience import make_experience
 from megatron_ppo.metrics import MetricsWriter, Stopwatch, summarise
 from megatron_ppo.ppo import KLController
 from megatron_ppo.prompts import PromptSampler, PromptSet
+from megatron_ppo.resume import ResumePoint
 from megatron_ppo.rollout_engine import PromptBatch, RemoteRollout, RemoteTraining, RolloutWorker
+from megatron_ppo.run_folder import SAVE_NOW
 from megatron_ppo.tokenizer import Tokenizer
 from megatron_ppo.training_engine import TrainingEngine
 from megatron_ppo.types import TrajectoryBatch
@@ -48,6 +53,18 @@ class RunContext:
     sampler: PromptSampler
     tokenizer: Tokenizer
     device: torch.device
+    resume: ResumePoint
+    """What the run goes on from."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What all ranks agreed on at a boundary; each is True where it is so on any rank."""
+
+    stop: bool
+    save: bool
+    writing: bool
+    """A checkpoint is still on its way to the disk."""
 
 
 class Stopped(Exception):
@@ -61,25 +78,40 @@ class Controller:
         self.context = context
 
     def run(self) -> None:
-        """All iterations.
+        """All iterations that are left.
 
         Raises:
-            Stopped: the launch was told to stop; everything that was finished is on disk.
+            Stopped: the launch was told to stop; everything that was finished is in a checkpoint.
         """
         num_iterations = self.context.config.training.train_iters
-        for iteration in range(num_iterations):
-            if self._told_to_stop(f"boundary of iteration {iteration}"):
+        for iteration in range(self.context.resume.iteration, num_iterations):
+            asked = self._ask(f"boundary of iteration {iteration}")
+            self._keep(iteration, asked, is_last=asked.stop)
+            if asked.stop:
                 raise Stopped(f"stopped by a signal after {iteration} of {num_iterations} iterations")
             self._iterate(iteration)
-        self._told_to_stop("end of the loop")  # no rank takes its data off the bus before all have what they need
+        # Also so that no rank takes its data off the bus before all have what they need.
+        self._keep(num_iterations, self._ask("end of the loop"), is_last=True)
 
     def _iterate(self, iteration: int) -> None:
         raise NotImplementedError
 
-    def _told_to_stop(self, phase: str) -> bool:
+    def _keep(self, iteration: int, asked: Asked, *, is_last: bool) -> None:
+        """Write what is due after ``iteration`` finished ones; ``is_last``: nothing more is computed. A rollout rank keeps nothing."""
+
+    def _is_writing(self) -> bool:
+        return False
+
+    def _ask(self, phase: str) -> Asked:
         """Where signals are acted upon, by all ranks alike; also a barrier of the whole launch."""
-        with self.context.watchdog.phase(phase):
-            return all_agree(self.context.control, [self.context.watchdog.preempt_requested], self.context.device)[0]
+        watchdog = self.context.watchdog
+        with watchdog.phase(phase):
+            touched = self.context.world.global_rank == 0 and (Path(self.context.config.logging.run_dir) / SAVE_NOW).exists()
+            wishes = [watchdog.preempt_requested, watchdog.save_requested or touched, self._is_writing()]
+            asked = Asked(*all_agree(self.context.control, wishes, self.context.device))
+        if asked.save:
+            watchdog.save_requested = False
+        return asked
 
     def _samples_greedily(self, iteration: int) -> bool:
         """Whether greedy answers are logged in an iteration: the first, before any update, and the last."""
@@ -93,7 +125,7 @@ class RolloutController(Controller):
     def __init__(self, context: RunContext, worker: RolloutWorker) -> None:
         super().__init__(context)
         self._worker = worker
-        self._training = RemoteTraining(context.world)
+        self._training = RemoteTraining(context.world, context.resume.iteration)
 
     def _iterate(self, iteration: int) -> None:
         context, config = self.context, self.context.config
@@ -111,14 +143,18 @@ class RolloutController(Controller):
 class TrainingController(Controller):
     """A training rank's side of the loop. Global rank 0 also writes the records."""
 
-    def __init__(self, context: RunContext, engine: TrainingEngine, writer: MetricsWriter | None) -> None:
+    def __init__(
+        self, context: RunContext, engine: TrainingEngine, writer: MetricsWriter | None, checkpointer: Checkpointer
+    ) -> None:
         super().__init__(context)
+        self._checkpointer = checkpointer
         self._engine = engine
         self._writer = writer
         self._rollout = RemoteRollout(context.world)
         self._answers = {prompt.prompt_id: prompt.answer for prompt in context.prompts.prompts}
         algorithm = context.config.algorithm
-        self._kl = KLController(algorithm.kl_coef, algorithm.kl_target)
+        state = context.resume.state
+        self._kl = KLController(algorithm.kl_coef if state is None else state.kl_coef, algorithm.kl_target)
 
     def _iterate(self, iteration: int) -> None:
         context, engine, watch = self.context, self._engine, Stopwatch()
@@ -144,6 +180,24 @@ class TrainingController(Controller):
         watch.lap("update")
         with context.watchdog.phase(f"log of iteration {iteration}"):
             self._log(iteration, batch, metrics, watch)
+
+    def _is_writing(self) -> bool:
+        return self._checkpointer.is_writing
+
+    def _keep(self, iteration: int, asked: Asked, *, is_last: bool) -> None:
+        config, keeper = self.context.config.checkpoint, self._checkpointer
+        due = asked.save or asked.stop or (config.save_interval is not None and (is_last or iteration % config.save_interval == 0))
+        with self.context.watchdog.phase(f"save of iteration {iteration}"):
+            if not asked.writing or is_last:
+                keeper.conclude()
+            if due and iteration != keeper.newest:
+                wandb_run_id = None if self._writer is None else self._writer.wandb_run_id
+                keeper.save(iteration, kl_coef=self._kl.kl_coef, wandb_run_id=wandb_run_id, must=is_last)
+            if asked.save and self.context.world.global_rank == 0:
+                (Path(self.context.config.logging.run_dir) / SAVE_NOW).unlink(missing_ok=True)
+            interval = config.save_hf_interval
+            if interval and not is_last and iteration > self.context.resume.iteration and iteration % interval == 0:
+                self._engine.export_hf(Path(self.context.config.logging.run_dir) / f"hf_iter_{iteration:07d}")
 
     def _log(self, iteration: int, batch: TrajectoryBatch, metrics: dict[str, float], watch: Stopwatch) -> None:
         if self._writer is None:

@@ -65,14 +65,15 @@ class Sink(Protocol):
 class MetricsWriter:
     """The run's records. ``log`` is called once an iteration, with strictly increasing iterations."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, wandb_run_id: str | None = None) -> None:
+        """Records are appended to those in the folder. ``wandb_run_id``: the run of Weights & Biases that goes on."""
         self._config = config
         self._folder = Path(config.logging.run_dir)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._metrics_file = self._open("metrics.jsonl")
         self._samples_file = self._open("samples.jsonl")
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-        self._sinks = _open_sinks(config, self._folder)
+        self._sinks = _open_sinks(config, self._folder, wandb_run_id)
         self._last_iteration = -1
         self._num_records = 0
         self._seconds: list[float] = []
@@ -103,8 +104,13 @@ class MetricsWriter:
 
     @property
     def num_records(self) -> int:
-        """Iterations recorded."""
+        """Iterations that this launch recorded."""
         return self._num_records
+
+    @property
+    def wandb_run_id(self) -> str | None:
+        """Id of the run of Weights & Biases; None without one."""
+        return next((sink.run_id for sink in self._sinks if isinstance(sink, WandbSink)), None)
 
     def close(self) -> None:
         """Flush everything."""
@@ -117,7 +123,7 @@ class MetricsWriter:
                 warn(f"{type(sink).__name__} could not be closed: {error}")
 
     def _open(self, name: str) -> IO[str]:
-        return (self._folder / name).open("w", encoding="utf-8")
+        return (self._folder / name).open("a", encoding="utf-8")
 
     def _write(self, file: IO[str], record: Mapping[str, object]) -> None:
         file.write(json.dumps(finite_or_none(record), allow_nan=False, ensure_ascii=False) + "\n")
@@ -162,7 +168,7 @@ def warn(text: str) -> None:
 class WandbSink:
     """One Weights & Biases run."""
 
-    def __init__(self, config: Config, folder: Path) -> None:
+    def __init__(self, config: Config, folder: Path, run_id: str | None) -> None:
         import wandb  # an optional extra
 
         online = wandb.setup().settings.mode not in ("offline", "dryrun", "disabled")
@@ -174,8 +180,12 @@ class WandbSink:
             name=folder.name,
             dir=str(folder),
             config=dataclasses.asdict(config),
+            id=run_id,
+            resume="allow" if run_id is not None else None,
             settings=wandb.Settings(console="off", silent=True),
         )
+
+        self.run_id = str(self._run.id)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Scalars of one iteration."""
@@ -189,7 +199,7 @@ class WandbSink:
 class TensorboardSink:
     """TensorBoard events in ``RUN_DIR/tensorboard``."""
 
-    def __init__(self, config: Config, folder: Path) -> None:
+    def __init__(self, config: Config, folder: Path, run_id: str | None) -> None:
         from torch.utils.tensorboard import SummaryWriter  # needs the optional extra
 
         self._writer: Any = SummaryWriter(log_dir=str(folder / "tensorboard"))
@@ -205,12 +215,12 @@ class TensorboardSink:
         self._writer.close()
 
 
-def _open_sinks(config: Config, folder: Path) -> list[Sink]:
-    known: dict[str, Callable[[Config, Path], Sink]] = {"wandb": WandbSink, "tensorboard": TensorboardSink}
+def _open_sinks(config: Config, folder: Path, wandb_run_id: str | None) -> list[Sink]:
+    known: dict[str, Callable[[Config, Path, str | None], Sink]] = {"wandb": WandbSink, "tensorboard": TensorboardSink}
     sinks: list[Sink] = []
     for name in config.logging.loggers:
         try:
-            sinks.append(known[name](config, folder))
+            sinks.append(known[name](config, folder, wandb_run_id))
         except Exception as error:  # missing package, no key, no network: said once, and training goes on
             warn(f"{name} is off: {type(error).__name__}: {error}")
     return sinks

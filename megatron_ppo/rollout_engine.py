@@ -211,8 +211,9 @@ class RemoteRollout:
 class RemoteTraining:
     """The training engine as a rollout rank names it. Keeps count of the versions: one finished update an iteration."""
 
-    def __init__(self, world: World) -> None:
-        self.version = 0
+    def __init__(self, world: World, version: int = 0) -> None:
+        """``version``: the one that the run begins with."""
+        self.version = version
         self._world = world
 
     def get_weights(self) -> DataHandle:

@@ -20,6 +20,7 @@ import torch
 from megatron_ppo import device
 from megatron_ppo.backends.base import InferenceBackend
 from megatron_ppo.bridge import Bridge
+from megatron_ppo.checkpointer import Checkpointer
 from megatron_ppo.config import Config, DataConfig
 from megatron_ppo.config_io import parse_arguments
 from megatron_ppo.controller import RolloutController, RunContext, Stopped, TrainingController
@@ -29,6 +30,7 @@ from megatron_ppo.learning_curve import draw_png, read_metrics
 from megatron_ppo.metrics import MetricsWriter
 from megatron_ppo.prompts import PromptSampler, PromptSet, load_prompts
 from megatron_ppo.resharding.executor import Parameters, ReshardExecutor, compare_descriptions
+from megatron_ppo.resume import ResumePoint, find_resume_point
 from megatron_ppo.reward_pool import RewardPool
 from megatron_ppo.rollout_engine import RolloutWorker
 from megatron_ppo.run_folder import PREEMPTED, RunFolder
@@ -57,7 +59,9 @@ def train(config: Config) -> None:
             _seed_everything(config.training.seed)
             data = _load_data(config, quiet=world.global_rank != 0)
             folder = _take_folder(config) if world.global_rank == 0 else None
-        run = Run(config, world, watchdog, data, folder)
+        with watchdog.phase("start-up: checkpoint"):
+            resume = find_resume_point(config, world)
+        run = Run(config, world, watchdog, data, folder, resume)
         if world.is_training:
             run.train()
         else:
@@ -80,8 +84,11 @@ class Data:
 class Run:
     """One rank's parts, and the order in which they are built and closed."""
 
-    def __init__(self, config: Config, world: World, watchdog: Watchdog, data: Data, folder: RunFolder | None) -> None:
+    def __init__(
+        self, config: Config, world: World, watchdog: Watchdog, data: Data, folder: RunFolder | None, resume: ResumePoint
+    ) -> None:
         """``folder`` is global rank 0's; None on all other ranks."""
+        self._resume = resume
         self._config = config
         self._world = world
         self._watchdog = watchdog
@@ -99,18 +106,24 @@ class Run:
         with self._watchdog.phase("start-up: models"):
             backend = MegatronBackend(config, num_optimizer_steps=config.num_optimizer_steps)
         engine = TrainingEngine(config, self._world, self._bus, backend, device.device())
+        resume, state = self._resume, self._resume.state
+        if resume.folder is not None:
+            with self._watchdog.phase("start-up: checkpoint"):
+                engine.load_checkpoint(resume.folder, state)
         context, _ = self._connect(sources=backend.weights())
         writer = None
         if self._folder is not None:
-            self._folder.begin()
-            writer = MetricsWriter(config)
-        self._loop(TrainingController(context, engine, writer))
+            self._folder.begin(resume.iteration if resume.is_own else None)
+            writer = MetricsWriter(config, wandb_run_id=state.wandb_run_id if state is not None and resume.is_own else None)
+        checkpointer = Checkpointer(config, self._world, engine, newest=resume.iteration if resume.is_own else None)
+        self._loop(TrainingController(context, engine, writer, checkpointer))
         with self._watchdog.phase("closing"):
+            checkpointer.close()
             if config.checkpoint.save_hf_interval is not None:
                 engine.export_hf(Path(config.logging.run_dir) / "hf")
             if writer is not None:
                 writer.close()
-                self._summarise(writer.num_records)
+                self._summarise(resume.iteration + writer.num_records)
 
     def rollout(self) -> None:
         """A rollout rank's whole run."""
@@ -166,6 +179,7 @@ class Run:
             self._data.sampler,
             self._data.tokenizer,
             device.device(),
+            self._resume,
         )
         return context, executor
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 from pathlib import Path
 
@@ -12,8 +13,21 @@ from megatron_ppo.config_io import write_config
 PREEMPTED = "PREEMPTED"
 """Marks a run that was stopped by a signal, for the launcher that asked for it."""
 
-RECORDS = ("config.yaml", "metrics.jsonl", "samples.jsonl", "learning_curve.png", "tensorboard", "wandb", "hf", PREEMPTED)
-"""All that a run writes."""
+SAVE_NOW = "SAVE_NOW"
+"""A file of this name asks for a checkpoint at the next boundary, which removes it."""
+
+RECORDS = (
+    "config.yaml",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "learning_curve.png",
+    "tensorboard",
+    "wandb",
+    "hf",
+    "checkpoints",
+    PREEMPTED,
+)
+"""All that a run writes, beside ``hf_iter_*``."""
 
 
 class RunFolder:
@@ -38,14 +52,34 @@ class RunFolder:
             os.close(self._lock)
             raise ValueError(f"run_dir = {self.path} belongs to a run that has not ended: choose another --run-dir") from None
 
-    def begin(self) -> None:
-        """Called once, when everything is built: set aside what an earlier run left, and write the resolved configuration."""
-        set_aside(self.path)
+    def begin(self, going_on_after: int | None) -> None:
+        """Called once, when everything is built: write the resolved configuration.
+
+        ``going_on_after``: the number of finished iterations after which the run of this folder goes on; records of later ones, which were
+        not saved, are dropped, as they will be made again. None: what an earlier run left is set aside.
+        """
+        if going_on_after is None:
+            set_aside(self.path)
+        else:
+            (self.path / PREEMPTED).unlink(missing_ok=True)
+            for name in ("metrics.jsonl", "samples.jsonl"):
+                drop_later_records(self.path / name, going_on_after)
         write_config(self._config, self.path / "config.yaml")
 
     def close(self) -> None:
         """Let go of the folder."""
         os.close(self._lock)
+
+
+def drop_later_records(file: Path, num_iterations: int) -> None:
+    """Keep the records of a JSONL file whose ``iteration`` is below ``num_iterations``, and no line that was cut off by a crash."""
+    kept = []
+    for line in file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []:
+        if line.endswith("\n") and json.loads(line)["iteration"] < num_iterations:
+            kept.append(line)
+    new = file.with_suffix(".tmp")
+    new.write_text("".join(kept), encoding="utf-8")
+    os.replace(new, file)
 
 
 def set_aside(folder: Path) -> None:

@@ -8,6 +8,7 @@ Which framework trains is the backend's matter; when what is asked is the contro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ppo.backends.base import LossFunction, RoleName, StepResult, TrainingBackend
+from megatron_ppo.backends.base import LossFunction, PendingSave, RoleName, StepResult, TrainingBackend
+from megatron_ppo.checkpoint import TrainerState
 from megatron_ppo.config import AlgorithmConfig, Config
 from megatron_ppo.data_bus import DataBus, DataHandle
 from megatron_ppo.losses import make_actor_loss, make_critic_loss
@@ -37,6 +39,10 @@ class TrainingEngine:
         self._backend = backend
         self._device = device
         self._published: DataHandle | None = None
+        self.num_optimizer_steps: dict[str, int] = {"actor": 0, "critic": 0}
+        """Role -> optimizer steps taken."""
+        self.consecutive_skipped: dict[str, int] = {"actor": 0, "critic": 0}
+        """Role -> optimizer steps in a row that its last ones skipped because a loss or gradient was not finite."""
 
     def get_weights(self) -> DataHandle:
         """A handle of this rank's live actor parameters at the present version. Does not block, copies nothing."""
@@ -84,6 +90,9 @@ class TrainingEngine:
 
         Returns the mean of each statistic over the optimizer steps. Steps without a valid token, or whose gradient is not finite, change
         nothing and are counted in ``skipped_steps``.
+
+        Raises:
+            FloatingPointError: more than ``max_skipped_steps`` steps of a role in a row were not finite; on all ranks.
         """
         experience = self._bus.get(batch_handle)
         assert isinstance(experience, Experience)
@@ -103,13 +112,51 @@ class TrainingEngine:
         self.version += 1
         return _mean_of_steps(results)
 
+    def non_finite(self) -> list[str]:
+        """Weights of any training rank that hold a NaN or an infinity, with their rank; the same list on all."""
+        own = [f"{name} of rank {self._world.rank}" for name in self._backend.non_finite()]
+        everyone: list[list[str]] = [[]] * self._world.mesh_size
+        dist.all_gather_object(everyone, own)
+        return [name for names in everyone for name in names]
+
+    def save_checkpoint(self, path: Path, *, asynchronous: bool = False) -> PendingSave:
+        """Write weights, optimizer and random states of this rank into the existing folder ``path``.
+
+        ``asynchronous``: return when everything is copied; the result tells when it is on the disk.
+        """
+        return self._backend.save_checkpoint(path, asynchronous=asynchronous)
+
+    def load_checkpoint(self, path: Path, state: TrainerState | None = None) -> None:
+        """Take over what ``save_checkpoint`` wrote, on any mesh. ``state``: that of the checkpoint; None: it holds weights alone."""
+        if state is None:
+            self._backend.load_weights(path)
+            return
+        self._backend.load_checkpoint(path)
+        self.version = state.version
+        self.num_optimizer_steps = dict(state.num_optimizer_steps)
+        self.consecutive_skipped = dict(state.consecutive_skipped)
+
     def export_hf(self, folder: Path) -> None:
         """Write the actor in Hugging Face format."""
         self._backend.export_hf(folder)
 
     def _step(self, role: str, micro_batches: list[MicroBatch], loss_fn: LossFunction) -> StepResult:
         assert role in ("actor", "critic")
-        return self._backend.train_step(role, micro_batches, loss_fn, temperature=self._config.rollout.temperature)  # type: ignore[arg-type]
+        temperature = self._config.rollout.temperature
+        result = self._backend.train_step(role, micro_batches, loss_fn, temperature=temperature)  # type: ignore[arg-type]
+        self.num_optimizer_steps[role] += not result.skipped
+        if not math.isfinite(result.grad_norm):
+            self.consecutive_skipped[role] += 1
+            limit = self._config.training.max_skipped_steps
+            if self.consecutive_skipped[role] > limit:
+                raise FloatingPointError(
+                    f"{self.consecutive_skipped[role]} optimizer steps of the {role} in a row were skipped because a loss or gradient was "
+                    f"not finite (max_skipped_steps = {limit}); weights are those of before: look at the last records, lower lr, or resume "
+                    "from an older checkpoint"
+                )
+        elif not result.skipped:
+            self.consecutive_skipped[role] = 0
+        return result
 
     def _token_results(self, role: RoleName, batch: TrajectoryBatch, field: str) -> Tensor:
         micro_batches = self._micro_batches(batch, torch.arange(batch.num_rows), multiple_of=1)

@@ -20,7 +20,7 @@ from megatron_ppo.config import Config
 from megatron_ppo.data_bus import DataBus, DataHandle
 from megatron_ppo.device import has_transformer_engine
 from megatron_ppo.families import Head, network_shape
-from megatron_ppo.resharding.checksum import compare_checksums, destination_checksums, source_checksums
+from megatron_ppo.resharding.checksum import compare_checksums, destination_checksums, non_finite, source_checksums
 from megatron_ppo.resharding.executor import ReshardExecutor, TransferStats
 from megatron_ppo.resharding.layout import RankLayout
 from megatron_ppo.resharding.megatron_layout import training_layouts
@@ -71,12 +71,13 @@ class WeightSynchronizer:
         self._bus = bus
         self._executor = executor
         self._verify_always = verify_always
+        self._is_first = True
 
     def sync(self, source: WeightSource, destinations: WeightDestination) -> SyncStats:
         """Bring every rollout worker to the source's weights. Blocking and complete: returns when this rank's part is done.
 
-        Version 0, and every version with ``verify_always``, is proved: each rollout rank compares the checksum of every parameter, read
-        from its live weights, with the checksum that the sender took of its own.
+        The first sync of a launch, and every one with ``verify_always``, is proved: each rollout rank compares the checksum of every
+        parameter, read from its live weights, with the checksum that the sender took of its own.
 
         Raises:
             RuntimeError: a checksum differs; the message names what differs, and where. The worker has no version then, as after any
@@ -87,18 +88,20 @@ class WeightSynchronizer:
         if self._world.is_training:
             weights = self._bus.get(handle)
             assert isinstance(weights, dict)
+            _refuse_non_finite(weights, version)
             stats = self._executor.send(weights)
         else:
             stats = destinations.set_weights(handle)
             weights = destinations.live_weights()
         if self._world.is_training:  # read by all: a sync starts when the one before has ended everywhere
             self._world.store.delete_key(_checksum_key(version - 1, self._world.global_rank))
-        if version == 0 or self._verify_always:
+        if self._is_first or self._verify_always:
             try:
                 self._prove(version, weights)
             except BaseException:
                 destinations.version = None  # all bytes came, and not all are right
                 raise
+        self._is_first = False
         return SyncStats(version, stats.bytes_sent, stats.bytes_received, time.monotonic() - started)
 
     def _prove(self, version: int, weights: dict[str, Tensor]) -> None:
@@ -121,6 +124,13 @@ class WeightSynchronizer:
 
 def _checksum_key(version: int, rank: int) -> str:
     return f"checksums/{rank}/v{version}"
+
+
+def _refuse_non_finite(weights: dict[str, Tensor], version: int) -> None:
+    """``FloatingPointError`` on the rank that holds them: such weights are neither sampled from nor saved."""
+    broken = non_finite(weights)
+    if broken:
+        raise FloatingPointError(f"weights of v{version} are not finite and are not sent: {', '.join(broken)}; go back to a checkpoint")
 
 
 def refit_plan(config: Config, world_size: int) -> ReshardPlan:

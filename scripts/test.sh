@@ -9,4 +9,5 @@ export CUDA_VISIBLE_DEVICES=""  # the environment of setup.sh is for CPU ranks; 
 echo "== lint";             ruff check .
 echo "== types";            mypy
 echo "== import contracts"; lint-imports --no-cache
-echo "== tests";            python -m pytest "$@"
+# Two at a time: most tests wait for processes that start. A file stays on one worker, where its launches are shared.
+echo "== tests";            python -m pytest --numprocesses "${PYTEST_WORKERS:-2}" --dist loadfile "$@"

@@ -159,7 +159,7 @@ def test_a_second_run_in_the_same_folder_sets_aside_what_the_first_one_left(tmp_
     config = Config().replace(run_dir=str(tmp_path))
     for run in range(3):
         folder = RunFolder(config.replace(seed=run))
-        folder.begin()
+        folder.begin(None)
         writer = _writer(tmp_path)
         writer.log(0, {"run": float(run)})
         writer.close()

@@ -93,6 +93,11 @@ def tensor_checksum(tensor: Tensor, dtype: torch.dtype | None = None) -> list[in
     return [int(plain), int(mixed)]
 
 
+def non_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of the tensors that hold a NaN or an infinity."""
+    return [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
+
+
 def _key(group: Group, transfer: Transfer) -> str:
     return f"{group.name} {transfer.name}{box_text(transfer.canonical)} {transfer.destination_parameter}"
 
