@@ -210,6 +210,8 @@ def _filter_runtime_warnings() -> None:
     """Warnings of megatron-core's collectives and optimizers that a user cannot act on; everything else passes."""
     # torch 2.13 renames these functions; the calls are megatron-core's.
     warnings.filterwarnings("ignore", category=FutureWarning, message=r".*(reduce_scatter_tensor|all_gather_into_tensor)")
+    # megatron-core reads checkpoints by a name of torch's function that will go.
+    warnings.filterwarnings("ignore", category=FutureWarning, message=r"`load_state_dict` is deprecated", module=r"megatron\.core")
     # megatron's optimizer looks at ``.grad`` of its own shards of a parameter, which are not leaves.
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed")
     # Experts that are not cut over tensor-parallel ranks: megatron-core makes their layers with the settings of attention, which are.
