@@ -34,7 +34,6 @@ from pathlib import Path
 
 from megatron_ppo.checkpoint_config import CONFIG_FILE, config_difference, read_config, two_columns
 from megatron_ppo.checkpoint_manifest import (
-    COMPLETE,
     Digests,
     Verify,
     check_checkpoint,
@@ -287,14 +286,14 @@ class CheckpointFolder:
     def candidates(self) -> list[Path]:
         """Checkpoints to resume from, the best first: the one that ``latest`` names, older ones, then newer ones.
 
-        Newer ones are of a line that this run has left: it has gone back to an older checkpoint and has saved since. Nothing is checked,
-        and nothing is changed: a process may look at the folder of a run that is going on.
+        Newer ones are of a line that this run has left: it has gone back to an older checkpoint and has saved since. They may be damaged.
+        Nothing is changed: a process may look at the folder of a run that is going on.
         """
         found = {number: self.path(number) for number in self._numbers()}
-        for path in self.root.glob(f".iter_*.tmp/{COMPLETE}"):  # killed before the rename
-            number = _number(path.parent.name.removeprefix(".").removesuffix(".tmp"))
-            if number is not None:
-                found.setdefault(number, path.parent)
+        for path in self.root.glob(".iter_*.tmp"):
+            number = _number(path.name.removeprefix(".").removesuffix(".tmp"))
+            if number is not None and number not in found and _is_complete(path):  # killed just before the rename
+                found[number] = path
         numbers = sorted(found, reverse=True)
         latest = self._latest()
         if latest is not None:

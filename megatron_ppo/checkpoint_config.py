@@ -45,6 +45,7 @@ DOES_NOT_ALTER: dict[str, tuple[str, ...]] = {
         "micro_batch_size",
         "max_tokens_per_micro_batch",
     ),
+    "the padding of the vocabulary, which neither leaves the trainer nor enters a checkpoint": ("make_vocab_size_divisible_by",),
     "speed and memory; the arithmetic is the same": (
         "overlap_grad_reduce",
         "recompute_granularity",
@@ -67,7 +68,7 @@ PATHS = frozenset(
 """Compared without the spelling of a path (``a//b/`` is ``a/b``)."""
 
 NEUTRAL_ENGINE_ARGUMENTS = frozenset(
-    ("gpu_memory_utilization", "kv_cache_memory_bytes", "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "swap_space")
+    ("gpu_memory_utilization", "kv_cache_memory_bytes", "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "disable_log_stats")
 )
 """Keys of ``vllm_overrides`` that only say how much memory and speed the engine takes; any other key alters."""
 
@@ -87,7 +88,8 @@ def read_config(folder: Path, accepted: Collection[str] = ()) -> Config:
     try:
         written = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is damaged: it is not YAML ({error}); name another checkpoint by --resume FOLDER") from None
+        text = " ".join(str(error).split())
+        raise ValueError(f"{path} is damaged: it is not YAML ({text}); name another checkpoint by --resume FOLDER") from None
     sections = {f.name for f in dataclasses.fields(Config)}
     if not isinstance(written, dict) or not all(isinstance(fields, dict) for fields in written.values()):
         raise ValueError(f"{path} is damaged: it must hold one mapping a section; name another checkpoint by --resume FOLDER")

@@ -47,6 +47,10 @@ METADATA_GLOBALS = DTYPES | frozenset(
         "torch.distributed.checkpoint.metadata BytesStorageMetadata",
         "torch.distributed.checkpoint.metadata _MEM_FORMAT_ENCODING",
         "torch.distributed.checkpoint.filesystem _StorageInfo",
+        "torch.distributed.checkpoint.planner SavePlan",  # megatron-core keeps the plans of all ranks for its next save
+        "torch.distributed.checkpoint.planner WriteItem",
+        "torch.distributed.checkpoint.planner WriteItemType",
+        "torch.distributed.checkpoint.planner TensorWriteData",
         "pathlib PosixPath",  # torch's own writer keeps the folder's path
     )
 )
