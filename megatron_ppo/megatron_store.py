@@ -20,6 +20,7 @@ before a folder is opened here.
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import pickle
 import re
@@ -129,18 +130,30 @@ def write_store(
 
     ``OSError`` where the disk is full or cannot be written; the folder then has no ``.metadata``.
     """
-    planner = _StreamingPlanner(_chunks(slabs, _stored_dtypes(slabs, dtypes), prefix), read, on_bytes)
+    planner = _StreamingPlanner(
+        _chunks(slabs, _stored_dtypes(slabs, dtypes), prefix), [prefix + name for name in extra_states(slabs)], read, on_bytes
+    )
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
             dcp.save({}, storage_writer=_BoundedWriter(folder), planner=planner, no_dist=True)
     except CheckpointException as error:
-        cause, _ = next(iter(error.failures.values()))
-        raise cause from error
+        raise _cause(error) from error
     torch.save({}, folder / "common.pt")
     config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
     (folder / "metadata.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def _cause(error: CheckpointException) -> BaseException:
+    """What went wrong in this one process. torch's file format answers a full disk with an error of its own, in whose wake it stands."""
+    failure, _ = next(iter(error.failures.values()))
+    earlier: BaseException | None = failure
+    while earlier is not None:
+        if isinstance(earlier, OSError):
+            return earlier
+        earlier = earlier.__cause__ or earlier.__context__
+    return failure
 
 
 def stored_bytes(slabs: Sequence[Slab], dtypes: Mapping[str, torch.dtype]) -> int:
@@ -193,12 +206,31 @@ def cut_box(box: Ranges, max_elements: int) -> Iterator[Ranges]:
         yield from cut_box((*box[:dim], (first, min(first + step, stop)), *box[dim + 1 :]), max_elements)
 
 
+def extra_states(slabs: Sequence[Slab]) -> Iterator[str]:
+    """Names of the states besides weights that megatron-core asks for when it loads a linear layer: all empty.
+
+    They are Transformer Engine's (scales of fp8, which is not used here), and local layers ask for them too, for its sake.
+    """
+    for slab in slabs:
+        module, _, kind = slab.key.rpartition(".")
+        if kind == "weight" and module.rpartition(".")[2] in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"):
+            leads = sorted({tuple(start for start, _ in block.local[: len(slab.shape) - 2]) for block in slab.blocks})
+            whole = slab.shape[:-2]
+            yield from (f"{module}._extra_state/shard_{_dotted(lead)}_{_dotted(whole)}" for lead in leads)
+    yield "output_layer._extra_state/shard_0_1"  # also asked for where the layer is the embedding itself
+
+
+def _dotted(numbers: Iterable[int]) -> str:
+    return ".".join(map(str, numbers))
+
+
 class _StreamingPlanner(DefaultSavePlanner):
     """Names all chunks beforehand and makes each when it is written."""
 
-    def __init__(self, chunks: Sequence[_Chunk], read: Read, on_bytes: Callable[[int], None]) -> None:
+    def __init__(self, chunks: Sequence[_Chunk], empty: Sequence[str], read: Read, on_bytes: Callable[[int], None]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._chunks = {(chunk.key, tuple(start for start, _ in chunk.box)): chunk for chunk in chunks}
+        self._empty = empty
         self._read = read
         self._on_bytes = on_bytes
 
@@ -208,10 +240,15 @@ class _StreamingPlanner(DefaultSavePlanner):
             place = ChunkStorageMetadata(torch.Size(offsets), torch.Size(box_shape(chunk.box)))
             data = TensorWriteData(place, TensorProperties(dtype=chunk.dtype), torch.Size(chunk.slab.shape))
             items.append(WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data))
+        items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self._empty]
         self.plan = SavePlan(items)
         return self.plan
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        if write_item.type == WriteItemType.BYTE_IO:
+            nothing = io.BytesIO()
+            torch.save([None], nothing)
+            return nothing
         assert write_item.index.offset is not None
         chunk = self._chunks[write_item.index.fqn, tuple(write_item.index.offset)]
         target = torch.empty(box_shape(chunk.box), dtype=chunk.dtype)
@@ -245,8 +282,8 @@ def _batches(items: Iterable[WriteItem]) -> Iterator[list[WriteItem]]:
     batch: list[WriteItem] = []
     size = 0
     for item in items:
-        assert item.tensor_data is not None
-        chunk = item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+        data = item.tensor_data
+        chunk = 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
         if batch and size + chunk > FILE_BYTES:
             yield batch
             batch, size = [], 0
