@@ -186,7 +186,9 @@ class TrainingController(Controller):
 
     def _keep(self, iteration: int, asked: Asked, *, is_last: bool) -> None:
         config, keeper = self.context.config.checkpoint, self._checkpointer
-        due = asked.save or asked.stop or (config.save_interval is not None and (is_last or iteration % config.save_interval == 0))
+        # The end of a run that has checkpoints is one of them: otherwise the next launch would take its last iterations for lost.
+        due = asked.save or asked.stop or (is_last and (config.save_interval is not None or keeper.newest is not None))
+        due = due or (config.save_interval is not None and iteration % config.save_interval == 0 and iteration > 0)
         with self.context.watchdog.phase(f"save of iteration {iteration}"):
             if not asked.writing or is_last:
                 keeper.conclude()

@@ -154,6 +154,8 @@ def _point(config: Config, world: World, candidate: _Candidate) -> ResumePoint:
         raise InputError(f"the configuration is not that of the checkpoint {folder}:\n{difference}")
     if state.iteration > config.training.train_iters:
         raise InputError(f"{folder} has finished {state.iteration} iterations, but train_iters = {config.training.train_iters}")
+    if state.iteration == config.training.train_iters:
+        print("nothing is left to do: raise --train-iters to go on, or say --resume never to begin anew", flush=True)
     notice = mesh_difference(state.mesh, config.mesh_sizes(world.world_size))
     print(f"resuming after iteration {state.iteration} from {folder}" + (f"\n{notice}" if notice else ""), flush=True)
     return ResumePoint(folder, state, candidate.is_own)
