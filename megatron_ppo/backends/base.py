@@ -15,7 +15,10 @@ from typing import Literal
 
 from torch import Tensor
 
+from megatron_ppo.backends.staged_save import PendingSave
 from megatron_ppo.types import Completion, MicroBatch, RoleOutput, Sampling
+
+__all__ = ["InferenceBackend", "LossFunction", "LossMetrics", "PendingSave", "RoleName", "StepResult", "TrainingBackend"]
 
 RoleName = Literal["actor", "critic", "reference", "reward"]
 
@@ -89,6 +92,31 @@ class TrainingBackend(ABC):
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:
         """This rank's live parameters of the actor: local name -> tensor, ready to be sent (parameter gathers finished). Not collective."""
+
+    @abstractmethod
+    def non_finite(self) -> list[str]:
+        """Local names of this rank's trained weights that hold a NaN or an infinity, after their role. Not collective."""
+
+    @abstractmethod
+    def save_checkpoint(self, folder: Path, *, asynchronous: bool = False) -> PendingSave:
+        """Write weights, optimizer and random states of all trained networks below the existing ``folder``.
+
+        Without ``asynchronous`` all ranks' files are on the disk, fsynced, when this returns. With it, this returns when everything is
+        copied: what training does from then on is not in the files. The result's methods are not collective. ``OSError`` (at once, on all
+        ranks, or with ``asynchronous`` from ``PendingSave.wait``) where a rank cannot write.
+        """
+
+    @abstractmethod
+    def load_checkpoint(self, folder: Path) -> None:
+        """Take over what ``save_checkpoint`` wrote. Random states are taken over on the mesh that saved them; otherwise a notice is logged.
+
+        ``ValueError``, on all ranks and before anything is changed, where the checkpoint is of another model, optimizer or precision, or
+        cannot be read.
+        """
+
+    @abstractmethod
+    def load_weights(self, folder: Path) -> None:
+        """Take over the weights of a checkpoint alone, of every trained network that it holds; ``ValueError`` as ``load_checkpoint``."""
 
     @abstractmethod
     def export_hf(self, folder: Path, role: Literal["actor", "critic"] = "actor") -> None:

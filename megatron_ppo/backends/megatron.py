@@ -10,7 +10,7 @@ and the reward model are frozen and hold weights of their own.
     none                  actor "lm"
     + reference "lm" where a KL is asked for, + reward model "score" where there is a path
 
-Left out: rewards, advantages, the loop, files of a checkpoint.
+Left out: rewards, advantages, the loop, files of a checkpoint (``megatron_checkpoint.py``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from megatron_ppo import device
-from megatron_ppo.backends.base import LossFunction, LossMetrics, RoleName, StepResult, TrainingBackend
+from megatron_ppo.backends import megatron_checkpoint
+from megatron_ppo.backends.base import LossFunction, LossMetrics, PendingSave, RoleName, StepResult, TrainingBackend
 from megatron_ppo.backends.megatron_optimizer import MegatronOptimizer
 from megatron_ppo.backends.megatron_schedule import collect_outputs, reduce_metrics, run_schedule
 from megatron_ppo.backends.megatron_setup import configure_schedule, initialize_megatron
@@ -147,6 +148,40 @@ class MegatronBackend(TrainingBackend):
         """``weights()`` of any role."""
         return dict(named_parameters(self._network(role).roles))
 
+    def non_finite(self) -> list[str]:
+        found = []
+        for role, network in self._trained().items():
+            parameters = dict(named_parameters(network.roles))
+            # One answer for all of them: on a GPU each question would wait for the device.
+            flags = torch.stack([tensor.isfinite().all() for tensor in parameters.values()]).tolist()
+            found += [f"{role}.{name}" for name, finite in zip(parameters, flags, strict=True) if not finite]
+        return found
+
+    def save_checkpoint(self, folder: Path, *, asynchronous: bool = False) -> PendingSave:
+        return megatron_checkpoint.save(self._trained(), folder, self._mesh(), asynchronous=asynchronous)
+
+    def load_checkpoint(self, folder: Path) -> None:
+        megatron_checkpoint.load(self._trained(), folder, self._mesh())
+
+    def load_weights(self, folder: Path) -> None:
+        megatron_checkpoint.load_weights(self._trained(), folder)
+
+    def _trained(self) -> dict[str, Network]:
+        """Role -> network, of those that have an optimizer: the others come from their folders at every start."""
+        return {role: network for role, network in self._networks.items() if network.optimizer is not None}
+
+    def _mesh(self) -> dict[str, int]:
+        """Sizes of the training mesh, by the names of their axes."""
+        parallel = self._config.parallel
+        return {
+            "tp": parallel.tensor_model_parallel_size,
+            "pp": parallel.pipeline_model_parallel_size,
+            "vpp": parallel.virtual_pipeline_model_parallel_size or 1,
+            "cp": parallel.context_parallel_size,
+            "ep": parallel.expert_model_parallel_size,
+            "dp": self.dp_size,
+        }
+
     def layout(self, role: RoleName = "actor") -> RankLayout:
         """How this rank's parameters of ``role`` lie in the canonical model. Pure data, not collective."""
         network = self._network(role)
@@ -188,7 +223,9 @@ class MegatronBackend(TrainingBackend):
     def _build_networks(self) -> dict[str, Network]:
         model, optimizer = self._config.model, self._config.optimizer
         actor_path = Path(model.model_path)
-        networks = {"actor": self._build(actor_path, "lm+value" if model.critic == "shared" else "lm", peak_lr=optimizer.lr)}
+        start = None if self._config.checkpoint.load_hf is None else Path(self._config.checkpoint.load_hf)
+        head: Head = "lm+value" if model.critic == "shared" else "lm"
+        networks = {"actor": self._build(actor_path, head, peak_lr=optimizer.lr, weights=start)}
         if model.critic == "separate":
             networks["critic"] = self._build(Path(model.critic_path or actor_path), "value", peak_lr=optimizer.critic_lr)
         if self._config.uses_reference:
@@ -197,12 +234,14 @@ class MegatronBackend(TrainingBackend):
             networks["reward"] = self._build(Path(model.reward_model_path), "score", peak_lr=None)
         return networks
 
-    def _build(self, folder: Path, head: Head, *, peak_lr: float | None) -> Network:
-        """Build one network and load its weights; ``peak_lr`` None: frozen."""
+    def _build(self, folder: Path, head: Head, *, peak_lr: float | None, weights: Path | None = None) -> Network:
+        """Build the network of ``folder`` and load its weights, or those of another folder of the same shape; ``peak_lr`` None: frozen."""
         shape = network_shape(folder)
         layout = self._layout(shape, head)  # first: it refuses sizes that do not fit, with their equation
+        if weights is not None:
+            _check_same_network(shape, folder, network_shape(weights), weights)
         roles = list(self._build_roles(shape, head))
-        load_hf_weights(folder, layout, dict(named_parameters(roles)), head=head)
+        load_hf_weights(weights or folder, layout, dict(named_parameters(roles)), head=head)
         if peak_lr is None:
             for part in roles:
                 part.requires_grad_(False)
@@ -314,6 +353,15 @@ class _TokenCount:
         assert num_tokens is not None, "calculate_per_token_loss must be on"
         finalize_model_grads(model, num_tokens, **options)
         self.num_tokens = int(num_tokens)  # summed over all replicas, in place
+
+
+def _check_same_network(shape: NetworkShape, folder: Path, other: NetworkShape, weights: Path) -> None:
+    """``ValueError`` where weights would be computed with otherwise than they were trained, tensors of equal shapes included."""
+    mine, theirs = vars(shape), vars(other)
+    differing = [name for name in mine if name != "max_position_embeddings" and mine[name] != theirs[name]]
+    if differing:
+        listed = "; ".join(f"{name} is {theirs[name]} there and {mine[name]} here" for name in differing)
+        raise ValueError(f"load_hf {weights} is of another model than model_path {folder}: {listed}")
 
 
 @dataclass(frozen=True)
