@@ -94,6 +94,16 @@ def test_a_save_killed_before_any_file_operation_leaves_a_whole_checkpoint(tmp_p
     assert number > 25, "the operations were not seen"
 
 
+def test_a_checkpoint_that_lacks_only_its_name(root: Path) -> None:
+    """It is the only one that the run has: read as it stands by anybody, and given its name, not removed, by the next save."""
+    save(CheckpointFolder(root, 1), 6)
+    (root / ITER_6).rename(root / f".{ITER_6}.tmp")
+    assert CheckpointFolder(root, 1).newest_complete() == root / f".{ITER_6}.tmp"
+    CheckpointFolder(root, 1).begin(8)
+    assert names_in(root) == {ITER_6, f".{ITER_8}.tmp", "latest"}
+    check_checkpoint(root / ITER_6)
+
+
 def test_order_of_operations(root: Path) -> None:
     """Every file and folder is on the disk before COMPLETE, COMPLETE before the name, the name before ``latest``, that before deletions."""
     save(CheckpointFolder(root, 1), 2)
@@ -101,7 +111,9 @@ def test_order_of_operations(root: Path) -> None:
     def traced() -> str:
         seen: list[str] = []
         watch_files(lambda kind, path: seen.append(f"{kind} {os.path.relpath(path, root) if os.path.isabs(path) else path}"))
-        save(CheckpointFolder(root, 1), 4)
+        checkpoints = CheckpointFolder(root, 1)
+        write_parts(checkpoints.begin(4), "ranks that have synced nothing")
+        checkpoints.finish(4, state_of(4), CONFIG_TEXT)
         return "\n".join(seen)
 
     status, text = in_child(traced)
