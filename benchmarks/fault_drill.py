@@ -43,12 +43,12 @@ LAUNCHERS: tuple[LauncherName, ...] = ("torchrun", "srun")
 
 
 def cells_of(phases: Sequence[str], victims: Sequence[str], launchers: Sequence[LauncherName], repeats: int) -> list[list[Cell]]:
-    """The cells, grouped into jobs: up to two phases of one victim, in the loop's order, so that a save is a job's last kill.
+    """The cells, grouped into jobs: up to two phases of one victim. A save comes first: a resume from a later kill finds it done.
 
-    (After a save that was cut short behind its last file a resume may have nothing left to do, and would not come to a further kill.)
+    (A save that is killed costs its checkpoint: the job goes on from the one before, and comes to the same iteration once more.)
     """
     jobs: list[list[Cell]] = []
-    ordered = [phase for phase in PHASES if phase in phases]
+    ordered = [phase for phase in dict.fromkeys(("save", *PHASES)) if phase in phases]
     for repeat, launcher, victim in itertools.product(range(repeats), launchers, victims):
         if launcher == "srun" and VICTIMS[victim] is None:
             continue  # srun's ranks have no agent

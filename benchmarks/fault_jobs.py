@@ -196,7 +196,7 @@ class Job:
         self._let_begin()
         number = 0
         while True:
-            restarts = self._variant.max_restarts
+            restarts = self._variant.max_restarts if self.outcomes else 0
             with _start(self._launcher, self._folder / f"launch{number}", self._program, restarts, number) as launch:
                 goes_on = self._follow(launch)
                 self.last_output = launch.output()
@@ -262,9 +262,9 @@ class Job:
         """The job came to its end, or never to the kill that was planned."""
         for outcome in self.outcomes[self._attempt :]:
             outcome.faults.append(f"attempt {self._attempt} never came to its kill:\n{_last_lines(launch.output())}")
-        left = launch.alive(None)
-        if not ended or left:
-            self._blame(f"after {REACH_S:.0f} s the job had not ended; alive: {left}:\n{_last_lines(launch.output())}")
+        if not ended:
+            self._ask_where_they_hang(launch)
+            self._blame(f"after {REACH_S:.0f} s the job had not ended; alive: {launch.alive(None)}:\n{launch.output()}")
             return
         codes = launch.exit_codes()
         if any(codes.values()):
@@ -274,6 +274,13 @@ class Job:
         for number, outcome in enumerate(self.outcomes[: self._attempt]):
             began = self._folder / f"began_{number + 1}"  # absent where nothing was left to do
             outcome.resumed_from = int(began.read_text(encoding="utf-8")) if began.exists() else TRAIN_ITERS
+
+    def _ask_where_they_hang(self, launch: Launch) -> None:
+        """Each rank's stacks go to its standard error (``fault_kill.py`` has seen to that)."""
+        ranks = {int(file.read_text(encoding="utf-8")) for file in self._folder.glob(f"pid_{self._attempt}_*")}
+        for pid in ranks.intersection(launch.alive(None)):
+            os.kill(pid, signal.SIGUSR2)
+        time.sleep(2.0)
 
     def _blame(self, fault: str) -> None:
         """All kills of the job, as nobody can tell which of them it was."""

@@ -14,6 +14,7 @@ import pickle
 import re
 import shutil
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -177,7 +178,9 @@ def saved_tensors(folder: Path) -> dict[str, Any]:
         name: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
         for name, entry in entries.items()
     }
-    dcp.load(state, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose: one process reads everything
+        dcp.load(state, storage_reader=reader, no_dist=True)
     if (folder / "common.pt").exists():
         # The drill wrote it itself, minutes ago.
         state["common.pt"] = torch.load(folder / "common.pt", weights_only=False)

@@ -16,6 +16,7 @@ Files in the plan's folder, by attempt (n) and rank (r): ``started_n`` (written 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import json
 import os
@@ -262,6 +263,7 @@ def _on_call(
 
 def main() -> int:
     """PLAN.json, then the flags of ``train``."""
+    faulthandler.register(signal.SIGUSR2)  # the drill asks a job that hangs where it does
     attempt = Attempt(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
     from megatron_ppo.__main__ import main as program
 
