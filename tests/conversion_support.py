@@ -12,7 +12,9 @@ from megatron_role_support import build, megatron
 from safetensors import safe_open
 from torch import Tensor
 
+from megatron_ppo.checkpoint import CheckpointFolder, TrainerState
 from megatron_ppo.config import Config
+from megatron_ppo.config_io import config_text
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,41 @@ def _sharded(chunks: list[Any], crossing: Crossing, *, stacked: bool) -> dict[st
     metadata = None if stacked else {"non_homogeneous_layers": True}
     prefix = f"{crossing.role}.model."
     return {f"model{number}": chunk.sharded_state_dict(prefix=prefix, metadata=metadata) for number, chunk in enumerate(chunks)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of the product's backend that starts from converted weights, saves a checkpoint and exports it by itself."""
+
+    model: Path
+    """Hugging Face folder with other weights than the converted ones."""
+    converted: tuple[Path, ...]
+    folder: Path
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+def run_backend(rank: int, world_size: int, runs: list[Run]) -> None:
+    """``run.folder`` gets a checkpoint, and ``by_backend/`` what the backend itself writes of each role it trains."""
+    from megatron_ppo.backends.megatron import MegatronBackend
+    from megatron_ppo.backends.megatron_setup import destroy_megatron
+
+    dist.init_process_group("gloo")
+    for run in runs:
+        config = Config().replace(model_path=str(run.model), **run.fields)
+        backend = MegatronBackend(config, num_optimizer_steps=8)
+        for folder in run.converted:
+            backend.load_weights(folder)
+        checkpoints = CheckpointFolder(run.folder / "checkpoints", None)
+        if rank == 0:
+            checkpoints.begin(3)
+        dist.barrier()
+        backend.save_checkpoint(checkpoints.temporary(3))
+        if rank == 0:
+            checkpoints.finish(3, TrainerState(3, 3, 0.1, {"actor": 0}, {"actor": 0}, None, {"world": 2}), config_text(config))
+        for role in ("actor",) if config.model.critic == "none" else ("actor", "critic"):
+            backend.export_hf(run.folder / "by_backend" / role, role)
+        destroy_megatron()
+    dist.destroy_process_group()
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_support import same_bits
-from conversion_support import Crossing, cross, files_below, tensors_of
+from conversion_support import Crossing, Run, cross, files_below, run_backend, tensors_of
 from safetensors.torch import load_file, save_file
 from spawn import run_ranks
 from toy_models import CLASSES, LLAMA31, Family, make_toy
@@ -181,6 +181,34 @@ def test_megatron_core_loads_a_converted_checkpoint_on_any_mesh_and_convert_read
         named = ["--hf-folder", str(crossing.source)]
         target = convert(crossing.saved / "megatron", crossing.saved / "hf", "--verify", *flag, *named)
         assert same_bits(tensors_of(target), tensors_of(crossing.source)), crossing.saved
+
+
+@pytest.mark.slow
+def test_runs_start_from_converted_weights_and_their_checkpoints_are_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The product's backend on TP2 and PP2: separate and shared critic, a mixture. A run folder stands for its newest checkpoint."""
+    runs: list[Run] = []
+
+    def add(name: str, family: Family, critic: str, fields: dict[str, object]) -> None:
+        weights, model = (make_toy(tmp_path / name / str(seed), family, seed=seed) for seed in (0, 1))
+        flags: list[list[str]] = [[], ["--critic"]] if critic == "separate" else [[]]
+        converted = tuple(convert(weights, tmp_path / name / f"converted{len(flag)}", *flag) for flag in flags)
+        runs.append(Run(model, converted, tmp_path / name / "run", {"critic": critic, "params_dtype": "float32", **fields}))
+
+    add("separate", "llama", "separate", TP2)  # type: ignore[arg-type]
+    add("shared", "qwen2", "shared", PP2)  # type: ignore[arg-type]
+    add("mixture", "qwen3_moe", "none", TP2_SP)  # type: ignore[arg-type]
+    run_ranks(run_backend, 2, runs, timeout_s=250)
+    for run in runs:
+        actor = convert(run.folder, run.folder / "actor", "--verify")
+        assert same_bits(tensors_of(actor), tensors_of(run.folder.parent / "0"))
+        assert same_bits(tensors_of(actor), tensors_of(run.folder / "by_backend" / "actor"))
+        assert (actor / "config.json").read_bytes() == (run.model / "config.json").read_bytes()
+        if run.fields["critic"] == "none":
+            assert "holds no weights of the critic" in refusal(run.folder, tmp_path / "out" / "critic", capsys, "--critic")
+        else:
+            critic = convert(run.folder / "checkpoints" / "iter_0000003", run.folder / "critic", "--critic", "--verify")
+            assert same_bits(tensors_of(critic), tensors_of(run.folder / "by_backend" / "critic"))
+            assert (critic / "config.json").read_bytes() == (run.folder / "by_backend" / "critic" / "config.json").read_bytes()
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
