@@ -315,6 +315,16 @@ def _weights_alone(models: Mapping[str, str], path: Path) -> str:
     return "loaded"
 
 
+def load_converted(changed: Fields, path: Path) -> None:
+    """What ``convert`` made of the folder that the backend started from brings its weights back."""
+    with backend_of(changed) as backend:
+        start = {name: tensor.clone() for name, tensor in backend.weights().items()}
+        take_steps(backend, 1)
+        assert any(not torch.equal(tensor, start[name]) for name, tensor in backend.weights().items())
+        backend.load_weights(path)
+        assert_equal(backend.weights(), start)
+
+
 def _assert_masters_fresh(backend: Any) -> None:
     """Masters are the weights, widened; no moments, no steps."""
     optimizer = backend._trained()["actor"].optimizer

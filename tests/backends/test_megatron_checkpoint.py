@@ -14,11 +14,23 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_checkpoint_support import Move, Resume, broken_saves, move, refusals, resume, run_jobs, stored_tensors, while_training
+from megatron_checkpoint_support import (
+    Move,
+    Resume,
+    broken_saves,
+    load_converted,
+    move,
+    refusals,
+    resume,
+    run_jobs,
+    stored_tensors,
+    while_training,
+)
 from megatron_parity_support import adam, difference, fields
 from spawn import run_ranks
 from toy_models import make_toy
 
+from megatron_ppo.conversion import main as convert
 from megatron_ppo.unsafe_pickle import check_torch_dist_folder
 
 pytestmark = [
@@ -88,7 +100,7 @@ MOVES: dict[str, list[tuple[str, int, dict[str, object]]]] = {
     "ep2": [("one", 1, {"expert_model_parallel_size": 1}), ("dp2 plain", 2, {"expert_model_parallel_size": 1, **PLAIN})],
     "tp2 pp2": [("one", 1, {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}), ("vpp2 dp2", 4, {**VPP2, **PLAIN})],
     "dp2 tp2 bf16": [("dp2 pp2", 4, {**PP2, "tensor_model_parallel_size": 1, "sequence_parallel": False})],
-    "ep2 tp2": [("dp2", 2, {"expert_model_parallel_size": 1, "tensor_model_parallel_size": 1, "sequence_parallel": False})],
+    "ep2 tp2": [("one", 1, {"expert_model_parallel_size": 1, "tensor_model_parallel_size": 1, "sequence_parallel": False})],
 }
 """Case that saved -> (name, ranks, what changes) of the meshes that load it."""
 
@@ -104,6 +116,7 @@ def launches(models: dict[str, str], folder: Path) -> dict[str, Results]:
         if number > 0:
             jobs |= _moves(models, folder, size)
         if number == 1:
+            jobs |= _converted(models, folder)
             jobs["refusals"] = partial(refusals, models, folder)
             jobs["while training"] = partial(while_training, adam(models, critic="separate", **BF16), folder / "background")
             jobs["broken"] = partial(broken_saves, adam(models, **TP2), folder / "broken")
@@ -121,6 +134,25 @@ def _resumes(models: dict[str, str], folder: Path, size: int) -> dict[str, Any]:
         start = adam(models, critic="shared", lr_warmup_steps=4)
         jobs["before the first step"] = partial(resume, Resume(start, str(folder / "first"), num_steps=0))
         jobs["after a skipped step"] = partial(resume, Resume({**start, **TP2}, str(folder / "skipped"), num_steps=1, skipped=True))
+    return jobs
+
+
+CONVERTED: dict[str, tuple[str, dict[str, object]]] = {
+    "converted > tp2": ("llama", TP2),
+    "converted > vpp2": ("llama", VPP2),
+    "converted tied > pp2": ("tied", PP2),
+    "converted mixture > ep2": ("mixtral", EP2),
+}
+"""Job -> model that ``convert`` makes a checkpoint of, and the mesh that loads it."""
+
+
+def _converted(models: dict[str, str], folder: Path) -> dict[str, Any]:
+    jobs = {}
+    for name, (model, changes) in CONVERTED.items():
+        target = folder / f"converted {model}"
+        if not target.exists():
+            assert convert(["--source", models[model], "--target", str(target)]) == 0
+        jobs[name] = partial(load_converted, adam(models, model=model, **changes), target)
     return jobs
 
 
@@ -221,6 +253,12 @@ def test_weights_alone(launches: dict[str, Results]) -> None:
     """Asserted on the ranks: equal weights, masters that round to them, no moments, a fresh head that keeps its values."""
     for rank in launches["refusals"]:
         assert rank["weights"] == "loaded"
+
+
+@pytest.mark.parametrize("job", list(CONVERTED))
+def test_converted_weights_load_on_any_mesh(launches: dict[str, Results], job: str) -> None:
+    """Asserted on the ranks: bit by bit what the Hugging Face folder gives."""
+    assert len(launches[job]) == 2
 
 
 def test_a_save_in_the_background_holds_the_moment_it_was_asked_for(folder: Path, launches: dict[str, Results]) -> None:
