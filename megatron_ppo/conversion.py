@@ -62,8 +62,7 @@ class Options:
     """
 
     source: Path
-    """A folder in Hugging Face format, a .gguf file, a checkpoint (RUN_DIR/checkpoints/iter_N, or one that convert made), a run folder
-    (its newest checkpoint), or a torch_dist folder of Megatron-LM."""
+    """Hugging Face folder, .gguf file, checkpoint (also one that convert made), run folder (its newest), Megatron-LM torch_dist folder."""
     target: Path
     """The folder to make. It must not exist."""
     to: Literal["megatron", "hf"] | None = None
@@ -108,7 +107,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
     except (OSError, SafetensorError) as error:
-        print(f"{PROGRAM}: {options.target} could not be written, and what there was of it is removed: {error}", file=sys.stderr)
+        print(f"{PROGRAM}: {options.target} was not made, and what there was of it is removed: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"{PROGRAM}: stopped; {options.target} was not made", file=sys.stderr)

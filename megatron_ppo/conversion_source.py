@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_ppo.checkpoint import check_checkpoint, read_config
+from megatron_ppo.megatron_store import GONE
 from megatron_ppo.unsafe_pickle import METADATA_GLOBALS, check_pickle, check_torch_dist_folder
 
 Kind = Literal["hf", "gguf", "checkpoint", "torch_dist"]
@@ -145,11 +146,14 @@ def check_source(source: Source) -> None:
     Of Megatron-LM's folders only what is read here is looked at: its ``common.pt`` holds its arguments, as a pickle.
     ``ValueError`` naming file and fault.
     """
-    if source.kind == "checkpoint":
-        check_checkpoint(source.path)
-        check_torch_dist_folder(source.store)
-    elif (source.store / ".metadata").is_file():
-        check_pickle(source.store / ".metadata", METADATA_GLOBALS)
+    try:
+        if source.kind == "checkpoint":
+            check_checkpoint(source.path)
+            check_torch_dist_folder(source.store)
+        elif (source.store / ".metadata").is_file():
+            check_pickle(source.store / ".metadata", METADATA_GLOBALS)
+    except FileNotFoundError as error:
+        raise ValueError(f"{error.filename} is gone: {GONE}") from error
 
 
 def sidecar_folder(source: Source, role: Role, named: Path | None) -> Path:

@@ -330,7 +330,7 @@ class MegatronStore:
         try:
             self._reader.read_data(LoadPlan(items), _Into(target)).wait()
         except FileNotFoundError as error:
-            raise ValueError(f"{error.filename} is gone: {_GONE}") from error
+            raise ValueError(f"{error.filename} is gone: {GONE}") from error
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, AssertionError) as error:
             raise ValueError(f"{key} {box_text(box)} in {self.folder} cannot be read ({error}); copy the checkpoint again") from error
         return target
@@ -349,7 +349,7 @@ class MegatronStore:
                 raise ValueError(f"{self.folder / name} {state}; copy the checkpoint again")
 
 
-_GONE = "a running job deletes its older checkpoints; convert a newer one, or let the job keep more (keep_checkpoints)"
+GONE = "a running job deletes its older checkpoints; convert a newer one, or let the job keep more (keep_checkpoints)"
 
 
 class _Into(DefaultLoadPlanner):

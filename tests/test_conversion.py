@@ -22,7 +22,10 @@ from toy_models import CLASSES, LLAMA31, Family, make_toy
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from megatron_ppo import megatron_store
+from megatron_ppo.checkpoint_manifest import write_manifest
 from megatron_ppo.conversion import main
+from megatron_ppo.families import network_shape
+from megatron_ppo.resharding.hf_checkpoint import HFCheckpoint
 
 TP2 = {"tensor_model_parallel_size": 2}
 TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -134,6 +137,17 @@ def test_dtype_casts_either_way_and_keep_keeps(tmp_path: Path) -> None:
     assert same_bits(widened, {name: tensor.float() for name, tensor in rounded.items()})
     wide = convert(source, tmp_path / "full")
     assert same_bits(tensors_of(convert(wide, tmp_path / "cast", "--dtype", "bfloat16", "--verify")), rounded)
+
+
+def test_a_bare_folder_of_megatron_lm_is_read_with_the_config_that_is_named(tmp_path: Path) -> None:
+    source = make_toy(tmp_path / "source", "mixtral")
+    weights = tensors_of(source)
+    slabs = megatron_store.stored_slabs(network_shape(source))
+    dtypes = dict.fromkeys(weights, torch.float32)
+    bare = tmp_path / "iter_0000010"
+    megatron_store.write_store(bare, slabs, HFCheckpoint(source).read, dtypes, prefix="")
+    (bare / "common.pt").write_bytes(b"a pickle of Megatron-LM's arguments, never opened")
+    assert same_bits(tensors_of(convert(bare, tmp_path / "back", "--hf-folder", str(source))), weights)
 
 
 def test_many_chunks_files_and_shards_hold_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,10 +274,13 @@ def test_a_metadata_pickle_that_runs_code_is_refused_unopened(tmp_path: Path, ca
     marker, source = tmp_path / "marker", make_toy(tmp_path / "source")
     store = convert(source, tmp_path / "target") / "megatron"
     (store / ".metadata").write_bytes(pickle.dumps(Marker(marker)))
-    for folder, flags in ((store, ("--hf-folder", str(source))), (store.parent, ())):
-        refusal(folder, tmp_path / "out" / "again", capsys, *flags)
+    target = tmp_path / "out" / "again"
+    assert "megatron/.metadata has" in refusal(store.parent, target, capsys)
     (store.parent / "COMPLETE").unlink()
-    refusal(store.parent, tmp_path / "out" / "again", capsys)
+    assert "holds no COMPLETE" in refusal(store.parent, target, capsys)
+    write_manifest(store.parent, {})  # whoever can write the folder can write its manifest
+    for folder, flags in ((store.parent, ()), (store, ("--hf-folder", str(source)))):
+        assert "which is not in the list of what a checkpoint may name" in refusal(folder, target, capsys, *flags)
     assert not marker.exists()
 
 
@@ -363,5 +380,20 @@ def test_a_full_disk_leaves_no_target(tmp_path: Path) -> None:
         timeout=100,
     )
     assert result.returncode == 0 and result.stdout.splitlines()[-1] == "[1, 1, 1, 1]", result.stdout + result.stderr
-    assert result.stderr.count("could not be written, and what there was of it is removed") == 4
+    assert result.stderr.count("target was not made, and what there was of it is removed") == 4
     assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.slow
+def test_the_benchmark_finds_every_bit_and_writes_its_figures(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parent.parent
+    sizes = ["--only", "synthetic", "--layers", "1", "--vocab-size", "1000"]
+    command = [sys.executable, "benchmarks/convert.py", *sizes, "--folder", str(tmp_path), "--json", str(tmp_path / "figures.json")]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stdout + result.stderr
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["good"] and figures["bit_equal"] == {"synthetic": True}
+    assert [step["step"] for step in figures["steps"]] == ["Hugging Face -> Megatron", "Megatron -> Hugging Face"]
+    assert all(step["import_bytes"] < step["peak_bytes"] < 2**30 for step in figures["steps"])
+    assert files_below(tmp_path) == {"figures.json"}, "what it works on is removed"
