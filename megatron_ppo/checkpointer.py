@@ -147,7 +147,8 @@ class Checkpointer:
         dist.barrier()
         if self._folder is not None:
             self._folder.abandon(iteration)
-        text = f"the checkpoint of iteration {iteration} could not be written: {fault}"
+        what = f"the checkpoint of iteration {iteration}"
+        text = fault if fault.startswith(what) else f"{what} cannot be written: {fault}"
         if must:
             raise RuntimeError(f"{text}; older checkpoints are as they were")
         if self._folder is not None:

@@ -114,7 +114,7 @@ def test_a_save_that_fails_costs_the_checkpoint_not_the_run(tmp_path: Path, asyn
     first, second = run_ranks(write_on_two_ranks, 2, str(tmp_path), asynchronous, timeout_s=120)
     assert first == second
     assert (first["good"], first["a rank fails"], first["a file is lost"], first["good again"]) == ("", "", "", "")
-    assert "the checkpoint of iteration 4 could not be written" in first["the last one fails"]
+    assert "the checkpoint of iteration 4 cannot be written" in first["the last one fails"]
     assert first["not finite"].startswith("FloatingPointError") and "actor.weight of rank 1" in first["not finite"]
     for iteration in (1, 2, 3, 4, 5):
         assert first[f"names after {iteration}"] == {"iter_0000001", "latest"}
