@@ -39,7 +39,6 @@ DOES_NOT_ALTER: dict[str, tuple[str, ...]] = {
         "use_distributed_optimizer",
         "rollout_world_size",
         "rollout_tensor_parallel_size",
-        "rollout_expert_parallel",
     ),
     "how a batch is cut: a loss is a sum over the global batch, so that results are equal up to rounding": (
         "micro_batch_size",
@@ -56,8 +55,8 @@ DOES_NOT_ALTER: dict[str, tuple[str, ...]] = {
     "a permission, which only the present user can give": ("trust_remote_code",),
     "the length of the run, where no learning rate decays towards its end (see _alters)": ("train_iters",),
 }
-"""Reason -> fields. All others alter. Among these: ``reward_timeout_s`` (what takes longer gets no reward), ``transformer_impl`` and
-``rollout_backend`` (other kernels), ``load_hf`` (a resumed run would ignore it) and every path: the same name is no proof of the same
+"""Reason -> fields. All others alter. Among these: ``reward_timeout_s`` (what takes longer gets no reward), ``transformer_overrides``
+and ``rollout_backend`` (other kernels), ``load_hf`` (a resumed run would ignore it) and every path: the same name is no proof of the same
 content, so that a folder that was moved is accepted by name, once."""
 
 NEUTRAL_FIELDS = frozenset(name for names in DOES_NOT_ALTER.values() for name in names)
@@ -68,9 +67,17 @@ PATHS = frozenset(
 """Compared without the spelling of a path (``a//b/`` is ``a/b``)."""
 
 NEUTRAL_ENGINE_ARGUMENTS = frozenset(
-    ("gpu_memory_utilization", "kv_cache_memory_bytes", "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "disable_log_stats")
+    (
+        "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "enforce_eager",
+        "disable_log_stats",
+        "enable_expert_parallel",
+    )
 )
-"""Keys of ``vllm_overrides`` that only say how much memory and speed the engine takes; any other key alters."""
+"""Keys of ``vllm_overrides`` that only say how much memory and speed the engine takes, and how its ranks share the work; others alter."""
 
 
 def read_config(folder: Path, accepted: Collection[str] = ()) -> Config:

@@ -32,14 +32,13 @@ class ModelConfig:
     """Folder of a sequence-classification checkpoint with one label; its score is added to the function reward."""
     params_dtype: Dtype = "float32"
     """Dtype of the training weights in forward and backward. bfloat16 keeps fp32 master weights in the optimizer."""
-    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Megatron's layer spec. auto: Transformer Engine where it is installed with CUDA, local otherwise."""
     make_vocab_size_divisible_by: int = 128
     """The vocabulary is padded to a multiple of this times the tensor-parallel size (rows that never leave the trainer)."""
     recompute_granularity: Literal["none", "selective", "full"] = "none"
     """Activation recomputation in the training backward pass."""
     transformer_overrides: dict[str, str] = field(default_factory=dict)
-    """Escape hatch: fields of megatron-core's TransformerConfig to set, by name. Unknown names are refused."""
+    """Escape hatch: fields of megatron-core's TransformerConfig to set, by name. Unknown names are refused. transformer_impl is local or
+    transformer_engine; without it Transformer Engine is taken where it is installed with CUDA."""
     trust_remote_code: bool = False
     """Allow model and tokenizer folders to run Python code of their own."""
 
@@ -68,8 +67,6 @@ class ParallelConfig:
     """Ranks at the end of the launch that sample. The ranks before them train; data parallelism takes what is left."""
     rollout_tensor_parallel_size: int = 1
     """Ranks of one vLLM replica. rollout_world_size / this = number of replicas."""
-    rollout_expert_parallel: bool = False
-    """Give each rank of a vLLM replica whole experts (mixture-of-experts models only) instead of a slice of every expert."""
     distributed_timeout_minutes: int = 30
     """Time limit of a collective. Lost ranks are noticed by the heartbeat long before."""
     heartbeat_timeout_s: float = 6.0
@@ -189,7 +186,8 @@ class RolloutConfig:
     rollout_dtype: Dtype = "float32"
     """Dtype of the rollout weights."""
     vllm_overrides: dict[str, str] = field(default_factory=dict)
-    """Escape hatch: vLLM's engine arguments, by name (gpu_memory_utilization, enforce_eager, max_num_seqs, kv_cache_memory_bytes, ...)."""
+    """Escape hatch: vLLM's engine arguments, by name (gpu_memory_utilization, enforce_eager, max_num_seqs, kv_cache_memory_bytes, ...).
+    enable_expert_parallel gives each rank of a replica whole experts (mixtures only) instead of a slice of every expert."""
 
 
 @dataclass(frozen=True)
@@ -198,10 +196,8 @@ class DataConfig:
 
     prompt_data: str = ""
     """JSONL or Parquet file of prompts. Required."""
-    prompt_key: str = "prompt"
-    """Column of the prompt: a string, or a list of chat messages."""
-    answer_key: str = "answer"
-    """Column of the reference answer, handed to the reward; may be absent."""
+    data_columns: tuple[str, str] = ("prompt", "answer")
+    """Column of the prompt (a string, or a list of chat messages), and of the reference answer for the reward, which may be absent."""
     chat_template: str | None = None
     """File with a Jinja chat template, for tokenizers that have none."""
     add_bos: bool = True
@@ -299,6 +295,16 @@ class Config:
     def uses_reference(self) -> bool:
         """Whether a frozen reference model is needed."""
         return self.algorithm.kl_coef != 0 or self.algorithm.kl_loss_coef != 0
+
+    @property
+    def transformer_impl(self) -> str:
+        """Megatron's layer spec, as asked for: auto, local or transformer_engine."""
+        return self.model.transformer_overrides.get("transformer_impl", "auto")
+
+    @property
+    def rollout_expert_parallel(self) -> bool:
+        """Whether each rank of a vLLM replica holds whole experts."""
+        return self.rollout.vllm_overrides.get("enable_expert_parallel", "false").lower() == "true"
 
     def data_parallel_size(self, world_size: int) -> int:
         """Data-parallel replicas of the trainer in a launch of ``world_size`` ranks."""

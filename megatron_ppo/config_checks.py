@@ -69,6 +69,11 @@ def _ranges(config: Config) -> Iterator[str]:
         )
     if p.rollout_world_size < 1:
         yield f"rollout_world_size = {p.rollout_world_size} must be at least 1: training and rollout need ranks of their own"
+    expert_parallel = r.vllm_overrides.get("enable_expert_parallel", "false")
+    if expert_parallel.lower() not in ("true", "false"):
+        yield f"vllm_overrides: enable_expert_parallel = {expert_parallel!r} must be true or false"
+    if config.transformer_impl not in ("auto", "local", "transformer_engine"):
+        yield f"transformer_overrides: transformer_impl = {config.transformer_impl!r} must be auto, local or transformer_engine"
     if r.top_k != -1 and r.top_k < 1:
         yield f"top_k = {r.top_k} must be at least 1, or -1 for all tokens"
     yield from _real_ranges(config)
@@ -147,8 +152,8 @@ def _meshes(config: Config, world_size: int) -> Iterator[str]:
         )
     if p.sequence_parallel and p.tensor_model_parallel_size == 1:
         yield "sequence_parallel needs tensor_model_parallel_size above 1 (it is 1): it splits the sequence over the TP group"
-    if p.rollout_expert_parallel and config.rollout.rollout_backend == "hf":
-        yield "rollout_expert_parallel is set, but rollout_backend = hf holds the whole model on each rank; leave it out, or use vllm"
+    if config.rollout_expert_parallel and config.rollout.rollout_backend == "hf":
+        yield "enable_expert_parallel is set, but rollout_backend = hf holds the whole model on each rank; leave it out, or use vllm"
     try:
         parallel = megatron_parallel(config)
         if training >= size and not training % size:
@@ -277,7 +282,7 @@ def _network(config: Config, folder: str, network: NetworkShape) -> Iterator[str
         found += megatron_faults(network, parallel)
     found += mixture_faults(network, p.tensor_model_parallel_size, p.sequence_parallel)
     if folder == "model_path" and config.rollout.rollout_backend == "vllm":
-        found += vllm_faults(network, p.rollout_tensor_parallel_size, p.rollout_expert_parallel)
+        found += vllm_faults(network, p.rollout_tensor_parallel_size, config.rollout_expert_parallel)
     if config.max_model_len > network.max_position_embeddings:
         found.append(
             f"max_prompt_length + max_response_length = {config.max_model_len} exceeds the model's max_position_embeddings = "

@@ -228,20 +228,21 @@ def _make_prompt(row: int, content: object, config: Config, tokenizer: Tokenizer
     if not isinstance(content, Mapping):
         raise _BadLine(f"holds a {type(content).__name__}, not an object with columns")
     data = config.data
-    text, token_ids = _tokenise(content.get(data.prompt_key), config, tokenizer)
+    prompt_column, answer_column = data.data_columns
+    text, token_ids = _tokenise(content.get(prompt_column), config, tokenizer)
     if not token_ids:
-        raise _BadLine(f"column {data.prompt_key!r} has no tokens")
-    answer = content.get(data.answer_key)
+        raise _BadLine(f"column {prompt_column!r} has no tokens")
+    answer = content.get(answer_column)
     if answer is None and needs_answer(data.reward):
-        raise _BadLine(f"has no column {data.answer_key!r} (data.answer_key), which the reward {data.reward!r} needs")
-    columns = {name: value for name, value in content.items() if name not in (data.prompt_key, data.answer_key)}
+        raise _BadLine(f"has no column {answer_column!r} (data.data_columns), which the reward {data.reward!r} needs")
+    columns = {name: value for name, value in content.items() if name not in data.data_columns}
     return Prompt(prompt_id=row, token_ids=tuple(token_ids), text=text, answer=_answer_text(answer), columns=columns)
 
 
 def _tokenise(prompt: object, config: Config, tokenizer: Tokenizer) -> tuple[str, list[int]]:
-    key = config.data.prompt_key
+    key = config.data.data_columns[0]
     if prompt is None:
-        raise _BadLine(f"has no column {key!r} (data.prompt_key)")
+        raise _BadLine(f"has no column {key!r} (data.data_columns)")
     if isinstance(prompt, str):
         _refuse_surrogates(prompt)
         return prompt, tokenizer.encode(prompt, add_bos=config.data.add_bos)

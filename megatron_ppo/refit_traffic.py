@@ -213,7 +213,7 @@ def refit_traffic(plan: ReshardPlan, config: Config, *, ranks_per_node: int) -> 
         parallel=parallel,
         bytes_per_element=plan.bytes_per_element,
         replica_size=replica_size,
-        whole_experts=config.parallel.rollout_expert_parallel,
+        whole_experts=config.rollout_expert_parallel,
         ranks_per_node=ranks_per_node,
         rows=tuple(rows),
         matrix=matrix,

@@ -52,7 +52,7 @@ class RewardInput:
     response: str
     """Text of the response, special tokens left out."""
     answer: str | None = None
-    """The reference answer of the data file (``data.answer_key``)."""
+    """The reference answer of the data file (``data.data_columns``)."""
     columns: Mapping[str, object] = field(default_factory=dict)
     """The other columns of the prompt's row."""
     num_response_tokens: int = 0
@@ -247,7 +247,7 @@ def is_equivalent(reference: str, prediction: str) -> bool:
 
 def _answer(sample: RewardInput) -> str:
     if sample.answer is None:
-        raise ValueError("the prompt has no reference answer (data.answer_key)")
+        raise ValueError("the prompt has no reference answer (data.data_columns)")
     return sample.answer
 
 

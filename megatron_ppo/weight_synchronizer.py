@@ -154,7 +154,7 @@ def rollout_layouts(config: Config) -> list[RankLayout]:
     network, p = network_shape(Path(config.model.model_path)), config.parallel
     if config.rollout.rollout_backend == "hf":
         return [hf_layout(network)]
-    tp, whole_experts = p.rollout_tensor_parallel_size, p.rollout_expert_parallel
+    tp, whole_experts = p.rollout_tensor_parallel_size, config.rollout_expert_parallel
     return [vllm_layout(network, tensor_parallel_size=tp, tp_rank=rank, expert_parallel=whole_experts) for rank in range(tp)]
 
 
@@ -165,5 +165,5 @@ def transfer_dtype(config: Config) -> torch.dtype:
 
 def uses_transformer_engine(config: Config) -> bool:
     """Whether the trainer's parameters have the names of the Transformer Engine spec."""
-    wanted = config.model.transformer_impl
+    wanted = config.transformer_impl
     return has_transformer_engine() if wanted == "auto" else wanted == "transformer_engine"

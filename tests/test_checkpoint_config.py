@@ -15,12 +15,12 @@ from megatron_ppo.config_io import SECTIONS, write_config
 
 ALTERS = set(
     """
-    model_path tokenizer_path critic critic_path reward_model_path params_dtype transformer_impl transformer_overrides optimizer lr
+    model_path tokenizer_path critic critic_path reward_model_path params_dtype transformer_overrides optimizer lr
     critic_lr min_lr lr_decay_style lr_warmup_steps weight_decay adam_betas adam_eps clip_grad global_batch_size ppo_epochs seed
     advantage_estimator gamma gae_lambda whiten_advantages bootstrap_truncated clip_ratio dual_clip_ratio value_clip value_loss_coef
     entropy_coef loss_aggregation kl_coef kl_target kl_loss_coef kl_loss_type importance_weight_cap rollout_backend prompts_per_iteration
     samples_per_prompt max_prompt_length max_response_length prompt_overflow temperature top_p top_k stop_token_ids rollout_dtype
-    vllm_overrides prompt_data prompt_key answer_key chat_template add_bos strict_data reward reward_timeout_s load_hf
+    vllm_overrides prompt_data data_columns chat_template add_bos strict_data reward reward_timeout_s load_hf
     """.split()
 )
 
@@ -34,7 +34,7 @@ def other_value(name: str) -> object:
     if isinstance(default, bool):
         return not default
     if isinstance(default, tuple):
-        return tuple(value + 0.01 for value in default)
+        return tuple(f"{value}_" if isinstance(value, str) else value + 0.01 for value in default)
     if isinstance(default, list):
         return [7] if name == "stop_token_ids" else ["tensorboard"]
     if isinstance(default, dict):
@@ -81,7 +81,7 @@ def test_the_length_of_a_run_matters_where_the_learning_rate_decays() -> None:
 
 def test_paths_and_engine_arguments_are_compared_by_meaning() -> None:
     saved = Config().replace(model_path="models/llama", vllm_overrides={"max_num_seqs": "8"})
-    assert config_difference(saved, saved.replace(model_path="models//llama/", vllm_overrides={"enforce_eager": "true"}), []) == ""
+    assert config_difference(saved, saved.replace(model_path="models//llama/", vllm_overrides={"enable_expert_parallel": "true"}), []) == ""
     assert "model_path" in config_difference(saved, saved.replace(model_path="other/llama"), [])
     assert "kv_cache_dtype" in config_difference(saved, saved.replace(vllm_overrides={"kv_cache_dtype": "fp8"}), [])
 

@@ -17,21 +17,23 @@ from megatron_ppo.config_io import parse_arguments, read_yaml, write_config
 
 FIELDS = set(
     """
-    model_path tokenizer_path critic critic_path reward_model_path params_dtype transformer_impl make_vocab_size_divisible_by
+    model_path tokenizer_path critic critic_path reward_model_path params_dtype make_vocab_size_divisible_by
     recompute_granularity transformer_overrides trust_remote_code tensor_model_parallel_size pipeline_model_parallel_size
     virtual_pipeline_model_parallel_size context_parallel_size expert_model_parallel_size sequence_parallel
-    use_distributed_optimizer overlap_grad_reduce rollout_world_size rollout_tensor_parallel_size rollout_expert_parallel
+    use_distributed_optimizer overlap_grad_reduce rollout_world_size rollout_tensor_parallel_size
     distributed_timeout_minutes heartbeat_timeout_s bucket_bytes optimizer lr critic_lr min_lr lr_decay_style lr_warmup_steps
     weight_decay adam_betas adam_eps clip_grad train_iters global_batch_size micro_batch_size
     max_tokens_per_micro_batch ppo_epochs seed advantage_estimator gamma gae_lambda whiten_advantages bootstrap_truncated
     clip_ratio dual_clip_ratio value_clip value_loss_coef entropy_coef loss_aggregation kl_coef kl_target
     kl_loss_coef kl_loss_type importance_weight_cap rollout_backend prompts_per_iteration samples_per_prompt
     max_prompt_length max_response_length prompt_overflow temperature top_p top_k stop_token_ids rollout_dtype
-    vllm_overrides prompt_data prompt_key answer_key chat_template add_bos strict_data reward
+    vllm_overrides prompt_data data_columns chat_template add_bos strict_data reward
     reward_timeout_s reward_num_workers run_dir num_logged_samples verify_weights loggers max_skipped_steps
     save_interval keep_checkpoints async_save resume allow_changed load_hf save_hf_interval
     """.split()
 )
+
+WHOLE_EXPERTS = {"vllm_overrides": {"enable_expert_parallel": "true"}}
 
 
 @pytest.fixture
@@ -266,9 +268,9 @@ def test_without_need_of_data_only_model_and_meshes_are_checked(files: dict[str,
             ["4 training ranks cannot be cut into copies of the experts: expert tensor 4 x expert 2 x pipeline 1 = 8"],
         ),
         ("mixture", {"transformer_overrides": {"expert_tensor_parallel_size": "two"}}, 2, ["'two' must be a whole number"]),
-        ("mixture", {"rollout_backend": "hf", "rollout_expert_parallel": True}, 2, ["rollout_expert_parallel", "rollout_backend = hf"]),
+        ("mixture", {"rollout_backend": "hf", **WHOLE_EXPERTS}, 2, ["enable_expert_parallel", "rollout_backend = hf"]),
         ("", {"expert_model_parallel_size": 2}, 3, ["model_path: expert_model_parallel_size = 2, but llama is a dense family"]),
-        ("", {"rollout_expert_parallel": True}, 2, ["model_path: rollout_expert_parallel is set, but llama is a dense family"]),
+        ("", WHOLE_EXPERTS, 2, ["model_path: enable_expert_parallel is set, but llama is a dense family"]),
         ("", {"rollout_tensor_parallel_size": 16, "rollout_world_size": 16}, 17, ["model_path: 8 attention heads", "= 16"]),
         # B13: stages of their own sizes, in strings
         (
@@ -302,7 +304,7 @@ def test_meshes_of_experts_and_uneven_stages_that_fit_have_no_fault(files: dict[
         transformer_overrides=overrides,
         rollout_world_size=4,
         rollout_tensor_parallel_size=4,
-        rollout_expert_parallel=True,
+        **WHOLE_EXPERTS,
     )
     config.validate(10)
     with pytest.raises(ValueError, match=r"mixtral.* with tensor_model_parallel_size = 2 needs sequence_parallel: set it to true"):

@@ -163,7 +163,7 @@ def test_text_and_json_say_the_same_of_every_rank(tmp_path: Path, capsys: pytest
 def test_shards_of_experts_and_vocabulary_are_counted_without_padding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Four ranks hold 48 rows each of a vocabulary of 130: the last one has padding only."""
     flags = (*_sizes(2, 1, 8, 4), "--expert-model-parallel-size", "4", "--transformer-overrides", "expert_tensor_parallel_size", "1")
-    found, _ = _report(tmp_path, TINY_MOE, *flags, "--sequence-parallel", "--rollout-expert-parallel")
+    found, _ = _report(tmp_path, TINY_MOE, *flags, "--sequence-parallel", "--vllm-overrides", "enable_expert_parallel", "true")
     assert [len(found["ranks"]), found["training"]["num_ranks"]] == [12, 4]  # the smallest launch: experts need 4 ranks, dense weights 2
     assert found["received_over_shard"] == {"min": 1.0, "max": 1.0}
     one_expert, heads, norms = 3 * 32 * 64, (2 * 64 * 64 + 2 * 64 * 32 * 2) // 4, 2 * (2 * 64 + 2 * 16) + 64  # 2 heads on 4 ranks: whole

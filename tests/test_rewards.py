@@ -180,7 +180,7 @@ def test_b109_no_evaluation_of_data_in_reward_code() -> None:
 def test_exact_match() -> None:
     assert score("exact_match", " a b\n", "a b") == 1
     assert score("exact_match", "a  b", "a b") == 0
-    with pytest.raises(ValueError, match=r"data\.answer_key"):
+    with pytest.raises(ValueError, match=r"data\.data_columns"):
         score("exact_match", "a")
 
 

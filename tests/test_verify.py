@@ -91,7 +91,7 @@ def verify_all(
 
 Filled = tuple[Family, dict[str, object], list[str]]
 """(family, fields of its engine, training meshes that fill it)."""
-WHOLE_EXPERTS: dict[str, object] = {"rollout_expert_parallel": True}
+WHOLE_EXPERTS: dict[str, object] = {"vllm_overrides": CACHE | {"enable_expert_parallel": "true"}}
 COVERING: dict[str, list[Filled]] = {
     "TP1 x 2 replicas": [("llama", {}, ["TP2", "VPP2"]), ("mixtral", {}, ["EP2", "PP2", "TP2xPP2"])],
     "TP2": [

@@ -49,8 +49,11 @@ def rollout(world_size: int = 1, tp: int = 1, **changes: object) -> dict[str, ob
     return {"rollout_world_size": world_size, "rollout_tensor_parallel_size": tp} | changes
 
 
+LOCAL = {"transformer_impl": "local"}
+
+
 def make_config(folder: str, *parts: Mapping[str, object]) -> Config:
-    fields: dict[str, Any] = {"model_path": folder, "critic": "none", "transformer_impl": "local", "make_vocab_size_divisible_by": 8}
+    fields: dict[str, Any] = {"model_path": folder, "critic": "none", "transformer_overrides": LOCAL, "make_vocab_size_divisible_by": 8}
     for part in parts:
         fields |= part
     return Config().replace(**fields)
@@ -141,7 +144,7 @@ def test_the_plan_depends_on_what_matters_and_nothing_else(models: dict[str, str
         digest(mesh(tp=2, pp=2, vpp=2)),
         digest({"rollout_dtype": "bfloat16"}),
         digest({"make_vocab_size_divisible_by": 128}),
-        digest({"transformer_impl": "transformer_engine"}),
+        digest({"transformer_overrides": {"transformer_impl": "transformer_engine"}}),
         digest({"rollout_backend": "hf"}),
         digest(world_size=10),
         digest({"model_path": models["qwen3"]}),
@@ -174,7 +177,7 @@ def test_weights_travel_in_the_dtype_of_the_rollout_engine(
 
 def test_names_of_parameters_follow_the_layer_spec(models: dict[str, str]) -> None:
     local = make_config(models["llama"], rollout())
-    fused = make_config(models["llama"], rollout(), {"transformer_impl": "transformer_engine"})
+    fused = make_config(models["llama"], rollout(), {"transformer_overrides": {"transformer_impl": "transformer_engine"}})
     assert not uses_transformer_engine(local) and uses_transformer_engine(fused)
     names = [set(refit_plan(config, 2).source_shapes[0]) for config in (local, fused)]
     assert any("linear_qkv.layer_norm_weight" in name for name in names[1] - names[0])

@@ -39,9 +39,9 @@ class HFBackend(InferenceBackend):
                 "set it to 1, or use rollout_backend = vllm"
             )
         del seed
-        if config.parallel.rollout_expert_parallel:
+        if config.rollout_expert_parallel:
             raise ValueError(
-                "rollout_expert_parallel shares experts among ranks, but a replica of rollout_backend = hf is one rank; leave it out"
+                "enable_expert_parallel shares experts among ranks, but a replica of rollout_backend = hf is one rank; leave it out"
             )
         self._max_model_len = config.max_model_len
         self._has_weights = load_weights

@@ -82,7 +82,7 @@ class VLLMBackend(InferenceBackend):
             raise RuntimeError("vLLM needs the rollout mesh's default process group: initialise it before the engine is built")
         # A path that does not exist would be taken for the name of a model on a hub: the folder is read first.
         network, tp_size = network_shape(config.model.model_path), config.parallel.rollout_tensor_parallel_size
-        expert_parallel = config.parallel.rollout_expert_parallel
+        expert_parallel = config.rollout_expert_parallel
         check_vllm(network, tp_size, expert_parallel)
         self._max_model_len = config.max_model_len
         self._has_weights = load_weights
@@ -107,7 +107,8 @@ class VLLMBackend(InferenceBackend):
                 "generation_config": "vllm",  # not the folder's sampling defaults: the run's configuration is the only source
                 **expert_options(network, expert_parallel=expert_parallel, on_cpu=on_cpu),
             } | ({"enforce_eager": True} if on_cpu else {})
-            chosen = parse_overrides(config.rollout.vllm_overrides, fixed)
+            named = {name: text for name, text in config.rollout.vllm_overrides.items() if name != "enable_expert_parallel"}
+            chosen = parse_overrides(named, fixed)
             self._llm: LLM | None = LLM(**(_DEFAULTS | (_CPU_DEFAULTS if on_cpu else {}) | chosen | fixed), use_tqdm_on_load=False)
         self._check_peers(f"engine seed {seed}")
         rank = _tp_group().rank_in_group

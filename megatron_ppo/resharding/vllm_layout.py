@@ -102,7 +102,7 @@ def vllm_faults(network: NetworkShape, tensor_parallel_size: int, expert_paralle
     if padded % tp:
         yield f"vocab_size {network.vocab_size}, padded to {padded} rows, is not a multiple of rollout_tensor_parallel_size = {tp}"
     if expert_parallel and network.experts is None:
-        yield f"rollout_expert_parallel is set, but {network.family} is a dense family without experts; leave it out"
+        yield f"enable_expert_parallel is set, but {network.family} is a dense family without experts; leave it out"
     elif network.experts is not None and network.num_experts < tp and (expert_parallel or network.experts.needs_expert_per_rank):
         yield f"{network.num_experts} experts are fewer than rollout_tensor_parallel_size = {tp}; lower it to {network.num_experts} or less"
     elif not expert_parallel and network.intermediate_size % tp:

@@ -68,7 +68,6 @@ NOT_OVERRIDABLE = frozenset(
         "rotary_interleaved",
         "softmax_scale",
         "softmax_type",
-        "transformer_impl",
         "window_size",
     }
 )
@@ -87,7 +86,8 @@ def transformer_config(network: NetworkShape, config: Config) -> TransformerConf
     check_architecture(network, config)
     fixed = _architecture(network) | _parallelism(config)
     chosen = _computation(network, config)
-    overrides = _parse_overrides(config.model.transformer_overrides, fixed)
+    named = {name: text for name, text in config.model.transformer_overrides.items() if name != "transformer_impl"}  # among the chosen
+    overrides = _parse_overrides(named, fixed)
     _check_expert_overrides(overrides)
     return TransformerConfig(**(fixed | chosen | overrides))
 
@@ -99,8 +99,8 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tp: int) -> int:
 
 
 def transformer_impl(config: Config) -> Literal["local", "transformer_engine"]:
-    """The layer spec that ``model.transformer_impl`` comes to on this machine."""
-    asked = config.model.transformer_impl
+    """The layer spec that the configuration's ``transformer_impl`` comes to on this machine."""
+    asked = config.transformer_impl
     if asked == "transformer_engine" and not device.has_transformer_engine():
         raise ValueError(
             "transformer_impl is transformer_engine, but Transformer Engine is not usable here "

@@ -166,8 +166,8 @@ def test_the_loader_names_what_lacks_of_an_expert(family: str, tmp_path: Path) -
         backend.load_hf_weights((tensors | {gone: torch.zeros(1)}).items())
     with pytest.raises(ValueError, match=r"no weight called 'model\.layers\.0\.mlp\.experts\.gate_up_proj'"):
         backend.load_hf_weights([("model.layers.0.mlp.experts.gate_up_proj", torch.zeros(4, 192, 64))])
-    with pytest.raises(ValueError, match="rollout_expert_parallel"):
-        HFBackend(config(folder, rollout_expert_parallel=True), seed=1)
+    with pytest.raises(ValueError, match="enable_expert_parallel"):
+        HFBackend(config(folder, vllm_overrides={"enable_expert_parallel": "true"}), seed=1)
 
 
 def test_bf16_weights_are_rounded_once(folder: Path) -> None:

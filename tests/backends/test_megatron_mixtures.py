@@ -323,7 +323,7 @@ def one_rank_with_transformer_engine(rank: int, world_size: int, case: Case) -> 
 def test_transformer_engines_experts_compute_what_hugging_face_does(models: dict[str, str]) -> None:
     from transformers import AutoModelForCausalLM
 
-    case = Case(fields(models, "qwen3_moe", transformer_impl="transformer_engine"))
+    case = Case(fields(models, "qwen3_moe", transformer_overrides={"transformer_impl": "transformer_engine"}))
     (result,) = run_ranks(one_rank_with_transformer_engine, 1, case, timeout_s=300)
     expected = hugging_face_log_probs(AutoModelForCausalLM.from_pretrained(models["qwen3_moe"]))
     assert difference({"x": result["before"]["actor.log_probs"]}, {"x": expected}) < 1e-2

@@ -47,7 +47,9 @@ def _tensors(folder: str) -> dict[str, torch.Tensor]:
 def _build(rank: int, size: int, case: Case, **fields: Any) -> VLLMBackend:
     folder, expert_parallel, dtype = case
     sizes = {"rollout_world_size": size, "rollout_tensor_parallel_size": size}
-    config = engine_config(folder, rollout_expert_parallel=expert_parallel, rollout_dtype=dtype, **sizes)
+    config = engine_config(folder, rollout_dtype=dtype, **sizes)
+    overrides = config.rollout.vllm_overrides | {"enable_expert_parallel": str(expert_parallel).lower()}
+    config = config.replace(vllm_overrides=overrides)
     return VLLMBackend(config, seed=3, **fields)
 
 

@@ -171,7 +171,7 @@ def test_hf_layout_stacks_experts_and_leaves_the_rest_alone(family: str, head: H
         (tiny("qwen3_moe", intermediate_size=26), 4, False, "moe_intermediate_size 26.*size = 4"),
         (tiny("mixtral", num_experts=3), 4, True, "3 experts.*size = 4"),
         (tiny("qwen3_moe", num_experts=3), 4, False, "3 experts.*size = 4"),
-        (tiny(), 2, True, "rollout_expert_parallel.*llama is a dense family"),
+        (tiny(), 2, True, "enable_expert_parallel.*llama is a dense family"),
     ],
 )
 def test_mixtures_that_do_not_divide_are_refused_with_both_numbers(network: NetworkShape, tp: int, whole: bool, message: str) -> None:

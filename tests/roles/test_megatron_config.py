@@ -174,4 +174,4 @@ def test_recomputation() -> None:
 def test_transformer_engine_is_taken_where_usable_and_refused_otherwise() -> None:
     assert transformer_impl(config()) == "local"
     with pytest.raises(ValueError, match="Transformer Engine is not usable here"):
-        transformer_impl(config(transformer_impl="transformer_engine"))
+        transformer_impl(config(transformer_overrides={"transformer_impl": "transformer_engine"}))
