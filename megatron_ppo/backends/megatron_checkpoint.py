@@ -92,7 +92,7 @@ def _stage_own(networks: Mapping[str, Network], mesh: Mapping[str, int], staged:
         staged.add(f"{MEGATRON_FOLDER}/metadata.json", json.dumps(backend).encode())
     entries: list[Entry] = []
     for role, network in networks.items():
-        entries += network_entries(role, network, network_shape(network.folder).vocab_size)
+        entries += network_entries(role, network)
         assert network.optimizer is not None
         entries.append(num_steps_entry(role, torch.tensor([network.optimizer.num_steps]), rank))
     return [entry for entry in entries if is_written(entry)]
@@ -200,7 +200,7 @@ def _own_entries(networks: Mapping[str, Network]) -> tuple[list[Entry], dict[str
     entries: list[Entry] = []
     steps: dict[str, Tensor] = {}
     for role, network in networks.items():
-        entries += network_entries(role, network, network_shape(network.folder).vocab_size)
+        entries += network_entries(role, network)
         steps[role] = torch.zeros(1, dtype=torch.int64)
         entries.append(num_steps_entry(role, steps[role], dist.get_rank()))
     return entries, steps

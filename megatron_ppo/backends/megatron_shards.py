@@ -52,14 +52,14 @@ class Entry:
     """The copy whose numbers are all 0 is the one that is written."""
 
 
-def network_entries(role: str, network: Network, vocab_size: int) -> Iterator[Entry]:
+def network_entries(role: str, network: Network) -> Iterator[Entry]:
     """All boxes of a trained network that this rank holds: ``{role}.model.*``, then ``{role}.optimizer.*``. Not collective.
 
     Optimizer state of a parameter saved as ``{role}.model.KEY`` is ``{role}.optimizer.{master, exp_avg or exp_avg_sq}.KEY``.
     """
     pieces: dict[int, list[_Piece]] = {}
     for part in network.roles:
-        for piece in _pieces(part, vocab_size):
+        for piece in _pieces(part):
             pieces.setdefault(piece.parameter.data_ptr(), []).append(piece)
             yield piece.whole(f"{role}.model.{piece.key}")
     if network.optimizer is None:
@@ -143,8 +143,8 @@ def _in_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator
         yield (index, *offset), (1, *size)
 
 
-def _pieces(part: Any, vocab_size: int) -> Iterator[_Piece]:
-    """What megatron-core says of all parameters of one chunk."""
+def _pieces(part: Any) -> Iterator[_Piece]:
+    """What megatron-core says of all parameters of one chunk, a ``MegatronActorCritic``."""
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -152,9 +152,9 @@ def _pieces(part: Any, vocab_size: int) -> Iterator[_Piece]:
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     for value in nested_values(part.sharded_state_dict(metadata=metadata)):
         if isinstance(value, ShardedTensorFactory):
-            yield from _built_pieces(value.data.detach(), nested_values(value.build()), vocab_size)
+            yield from _built_pieces(value.data.detach(), nested_values(value.build()), part.vocab_size)
         elif isinstance(value, ShardedTensor):
-            yield from _built_pieces(value.data.detach(), [value], vocab_size)
+            yield from _built_pieces(value.data.detach(), [value], part.vocab_size)
 
 
 def _built_pieces(parameter: Tensor, built: Iterable[Any], vocab_size: int) -> Iterator[_Piece]:
