@@ -225,7 +225,7 @@ def test_b82_a_damaged_checkpoint_is_passed_over_for_the_one_before(inputs: Path
         flip_a_bit(folder)
     code, output = launch(inputs, tmp_path, train_iters=4, save_interval=1)
     assert code == 1
-    assert "no checkpoint in" in output and "--resume never" in output and "Traceback" not in output, output
+    assert "no checkpoint in" in output and "--resume never" in output and "megatron_ppo/run.py" not in output, output
     assert len(read_lines(run_dir / "metrics.jsonl")) == 3, "nothing was touched"
 
 
