@@ -30,6 +30,8 @@ DOES_NOT_ALTER: dict[str, tuple[str, ...]] = {
         "save_hf_interval",
     ),
     "the mesh: the notice on meshes states both, and the backend refuses what it cannot load; equal up to rounding": (
+        "fsdp_shard_size",
+        "cpu_offload",
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
         "virtual_pipeline_model_parallel_size",
@@ -55,9 +57,9 @@ DOES_NOT_ALTER: dict[str, tuple[str, ...]] = {
     "a permission, which only the present user can give": ("trust_remote_code",),
     "the length of the run, where no learning rate decays towards its end (see _alters)": ("train_iters",),
 }
-"""Reason -> fields. All others alter. Among these: ``reward_timeout_s`` (what takes longer gets no reward), ``transformer_overrides``
-and ``rollout_backend`` (other kernels), ``load_hf`` (a resumed run would ignore it) and every path: the same name is no proof of the same
-content, so that a folder that was moved is accepted by name, once."""
+"""Reason -> fields. All others alter. Among these: ``reward_timeout_s`` (what takes longer gets no reward), ``backend``,
+``transformer_overrides`` and ``rollout_backend`` (other kernels), ``load_hf`` (a resumed run would ignore it) and every path: the same name
+is no proof of the same content, so that a folder that was moved is accepted by name, once."""
 
 NEUTRAL_FIELDS = frozenset(name for names in DOES_NOT_ALTER.values() for name in names)
 

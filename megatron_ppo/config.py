@@ -47,6 +47,12 @@ class ModelConfig:
 class ParallelConfig:
     """The two meshes: training ranks come first, rollout ranks after them."""
 
+    backend: Literal["megatron", "fsdp"] = "megatron"
+    """megatron: megatron-core. fsdp: PyTorch's FSDP2 around Hugging Face's own model; every training rank is a data-parallel replica."""
+    fsdp_shard_size: int | None = None
+    """Training ranks over which FSDP shards weights and optimizer; the others hold copies of the shards. Default: all, no copies."""
+    cpu_offload: bool = False
+    """Keep FSDP's shards and optimizer in host memory, and step there."""
     tensor_model_parallel_size: int = 1
     """Training ranks that share each matrix."""
     pipeline_model_parallel_size: int = 1
@@ -313,6 +319,10 @@ class Config:
     def mesh_sizes(self, world_size: int) -> dict[str, int]:
         """Sizes of both meshes of a launch of ``world_size`` ranks, by the names of their axes, for records and messages."""
         p = self.parallel
+        rollout = {"rollout_tp": p.rollout_tensor_parallel_size, "replicas": self.num_replicas}
+        if p.backend == "fsdp":
+            shard = self.fsdp_shards(world_size - p.rollout_world_size)
+            return {"replicate": self.data_parallel_size(world_size) // shard, "shard": shard, **rollout}
         return {
             "tp": p.tensor_model_parallel_size,
             "pp": p.pipeline_model_parallel_size,
@@ -320,9 +330,12 @@ class Config:
             "cp": p.context_parallel_size,
             "ep": p.expert_model_parallel_size,
             "dp": self.data_parallel_size(world_size),
-            "rollout_tp": p.rollout_tensor_parallel_size,
-            "replicas": self.num_replicas,
+            **rollout,
         }
+
+    def fsdp_shards(self, num_training: int) -> int:
+        """Of ``num_training`` training ranks, those over which FSDP shards."""
+        return num_training if self.parallel.fsdp_shard_size is None else self.parallel.fsdp_shard_size
 
     def replace(self, **fields: object) -> Config:
         """A copy with fields set by their flat names; an unknown name is a ``TypeError``."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron_ppo.config import SECTION_OF, Config
 from megatron_ppo.families import NetworkShape, mixture_faults, network_shape
+from megatron_ppo.resharding.fsdp_layout import fsdp_faults
 from megatron_ppo.resharding.megatron_layout import megatron_faults
 from megatron_ppo.resharding.megatron_mesh import data_parallel_size, megatron_parallel
 from megatron_ppo.resharding.vllm_layout import vllm_faults
@@ -150,16 +151,42 @@ def _meshes(config: Config, world_size: int) -> Iterator[str]:
             f"rollout_backend = hf holds the whole model on each rank, but rollout_tensor_parallel_size = "
             f"{p.rollout_tensor_parallel_size}; set it to 1, or use vllm"
         )
-    if p.sequence_parallel and p.tensor_model_parallel_size == 1:
-        yield "sequence_parallel needs tensor_model_parallel_size above 1 (it is 1): it splits the sequence over the TP group"
     if config.rollout_expert_parallel and config.rollout.rollout_backend == "hf":
         yield "enable_expert_parallel is set, but rollout_backend = hf holds the whole model on each rank; leave it out, or use vllm"
+    if p.backend == "fsdp":
+        yield from _fsdp(config, training)
+        return
+    for name, value in {"fsdp_shard_size": p.fsdp_shard_size, "cpu_offload": p.cpu_offload or None}.items():
+        if value is not None:
+            yield f"{name} = {value} is FSDP's, but backend = megatron: leave it out, or set backend to fsdp"
+    if p.sequence_parallel and p.tensor_model_parallel_size == 1:
+        yield "sequence_parallel needs tensor_model_parallel_size above 1 (it is 1): it splits the sequence over the TP group"
     try:
         parallel = megatron_parallel(config)
         if training >= size and not training % size:
             data_parallel_size(training, parallel)  # what is left to refuse are the experts' equations
     except ValueError as error:
         yield str(error)
+
+
+def _fsdp(config: Config, num_training: int) -> Iterator[str]:
+    """FSDP shards weights only: no rank computes a part of another's sequence or matrix."""
+    p = config.parallel
+    split = {
+        "tensor_model_parallel_size": p.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": p.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": p.virtual_pipeline_model_parallel_size or 1,
+        "context_parallel_size": p.context_parallel_size,
+        "expert_model_parallel_size": p.expert_model_parallel_size,
+    }
+    for name, size in split.items():
+        if size > 1:
+            yield f"{name} = {size} is megatron-core's, but backend = fsdp shares weights only: leave it out, or set backend to megatron"
+    for name, value in {"sequence_parallel": p.sequence_parallel, "transformer_overrides": config.model.transformer_overrides}.items():
+        if value:
+            yield f"{name} = {value} is megatron-core's, but backend = fsdp: leave it out, or set backend to megatron"
+    if num_training >= 1 and (fault := fsdp_faults(num_training, config.fsdp_shards(num_training))):
+        yield fault
 
 
 def _batches(config: Config, data_parallel_size: int) -> Iterator[str]:
@@ -214,7 +241,8 @@ def _algorithm(config: Config) -> Iterator[str]:
             f"advantage_estimator = {a.advantage_estimator} compares the responses to one prompt, but samples_per_prompt = "
             f"{r.samples_per_prompt}; it must be at least 2"
         )
-    if config.optimizer.optimizer == "sgd" and config.parallel.use_distributed_optimizer:
+    sharded = config.parallel.use_distributed_optimizer and config.parallel.backend == "megatron"
+    if config.optimizer.optimizer == "sgd" and sharded:
         yield "optimizer = sgd cannot be sharded by megatron-core; set use_distributed_optimizer to false"
     if a.kl_target is not None and a.kl_coef == 0:
         yield "kl_target is set, but kl_coef is 0: the adaptive controller scales it; set kl_coef above 0, or leave kl_target out"
@@ -275,12 +303,10 @@ def _network(config: Config, folder: str, network: NetworkShape) -> Iterator[str
     """Whether a network can be split as the meshes want it; only the actor has a rollout mesh."""
     p = config.parallel
     found: list[str] = []
-    parallel = None
-    with contextlib.suppress(ValueError):  # overrides that cannot be read are a fault of the meshes
-        parallel = megatron_parallel(config)
-    if parallel is not None:
-        found += megatron_faults(network, parallel)
-    found += mixture_faults(network, p.tensor_model_parallel_size, p.sequence_parallel)
+    if p.backend == "megatron":
+        with contextlib.suppress(ValueError):  # overrides that cannot be read are a fault of the meshes
+            found += megatron_faults(network, megatron_parallel(config))
+        found += mixture_faults(network, p.tensor_model_parallel_size, p.sequence_parallel)
     if folder == "model_path" and config.rollout.rollout_backend == "vllm":
         found += vllm_faults(network, p.rollout_tensor_parallel_size, config.rollout_expert_parallel)
     if config.max_model_len > network.max_position_embeddings:

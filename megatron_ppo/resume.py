@@ -24,6 +24,9 @@ from megatron_ppo.world import World
 
 logger = logging.getLogger(__name__)
 
+TENSOR_FOLDERS = ("megatron", "fsdp")
+"""What a backend keeps its tensors in, named after it; a checkpoint has one of them, which the backend asks for."""
+
 
 @dataclass(frozen=True)
 class ResumePoint:
@@ -123,7 +126,11 @@ def _fault(folder: Path, world: World) -> str:
     try:
         if world.rank == 0:
             check_checkpoint(folder, verify="sizes")
-            check_torch_dist_folder(folder / "megatron")
+            stored = [folder / name for name in TENSOR_FOLDERS if (folder / name).is_dir()]
+            if not stored:
+                raise ValueError(f"{folder} holds none of {', '.join(TENSOR_FOLDERS)}: there are no weights in it")
+            for path in stored:
+                check_torch_dist_folder(path)
         check_checkpoint(folder, share=(world.rank, world.mesh_size))
     except (ValueError, OSError) as error:
         return str(error)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from megatron_ppo import device
-from megatron_ppo.backends.base import InferenceBackend
+from megatron_ppo.backends.base import InferenceBackend, TrainingBackend
 from megatron_ppo.bridge import Bridge
 from megatron_ppo.checkpointer import Checkpointer
 from megatron_ppo.config import Config, DataConfig
@@ -100,11 +100,9 @@ class Run:
 
     def train(self) -> None:
         """A training rank's whole run."""
-        from megatron_ppo.backends.megatron import MegatronBackend  # rollout ranks never import megatron-core
-
         config = self._config
         with self._watchdog.phase("start-up: models"):
-            backend = MegatronBackend(config, num_optimizer_steps=config.num_optimizer_steps)
+            backend = self._training_backend()
         engine = TrainingEngine(config, self._world, self._bus, backend, device.device())
         resume, state = self._resume, self._resume.state
         if resume.folder is not None:
@@ -140,6 +138,16 @@ class Run:
         self._loop(RolloutController(context, worker))
         with self._watchdog.phase("closing"):
             worker.close()
+
+    def _training_backend(self) -> TrainingBackend:
+        num_optimizer_steps = self._config.num_optimizer_steps
+        if self._config.parallel.backend == "fsdp":
+            from megatron_ppo.backends.fsdp import FSDPBackend
+
+            return FSDPBackend(self._config, num_optimizer_steps=num_optimizer_steps)
+        from megatron_ppo.backends.megatron import MegatronBackend  # rollout ranks never import megatron-core
+
+        return MegatronBackend(self._config, num_optimizer_steps=num_optimizer_steps)
 
     def _inference_backend(self) -> InferenceBackend:
         # Replicas have different engine seeds; what is sampled does not depend on them, each request has its own.

@@ -181,6 +181,10 @@ class MicroBatch:
     values: Tensor | None = None
     """[b, T] float32, old values."""
 
+    def to(self, where: torch.device) -> MicroBatch:
+        """The same rows with their tensors on ``where``."""
+        return replace(self, **{name: getattr(self, name).to(where) for name in _tensor_names(self)})
+
 
 @dataclass(frozen=True)
 class RoleOutput:
@@ -201,7 +205,7 @@ def response_mask(prompt_lengths: Tensor, response_lengths: Tensor, length: int)
     return (positions >= start) & (positions < start + response_lengths[:, None])
 
 
-def _tensor_names(batch: TrajectoryBatch) -> list[str]:
+def _tensor_names(batch: TrajectoryBatch | MicroBatch) -> list[str]:
     return [f.name for f in fields(batch) if isinstance(getattr(batch, f.name), Tensor)]
 
 

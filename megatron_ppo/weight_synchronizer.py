@@ -22,6 +22,7 @@ from megatron_ppo.device import has_transformer_engine
 from megatron_ppo.families import Head, network_shape
 from megatron_ppo.resharding.checksum import compare_checksums, destination_checksums, non_finite, source_checksums
 from megatron_ppo.resharding.executor import ReshardExecutor, TransferStats
+from megatron_ppo.resharding.fsdp_layout import fsdp_layouts
 from megatron_ppo.resharding.layout import RankLayout
 from megatron_ppo.resharding.megatron_layout import training_layouts
 from megatron_ppo.resharding.megatron_mesh import megatron_parallel
@@ -145,6 +146,8 @@ def actor_layouts(config: Config, num_training: int) -> dict[int, RankLayout]:
     """How the actor lies on each rank of a training mesh of ``num_training`` ranks."""
     network = network_shape(Path(config.model.model_path))
     head: Head = "lm+value" if config.model.critic == "shared" else "lm"
+    if config.parallel.backend == "fsdp":
+        return fsdp_layouts(network, world_size=num_training, shard_size=config.fsdp_shards(num_training), head=head)
     names = uses_transformer_engine(config)
     return training_layouts(network, megatron_parallel(config), num_training, head=head, transformer_engine_names=names)
 

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ppo.backends.base import LossMetrics
+from megatron_ppo.backends.base import LossMetrics, TrainingBackend
 from megatron_ppo.config import Config
+from megatron_ppo.resharding.layout import Block
 from megatron_ppo.types import MicroBatch, RoleOutput, Sampling
 
 ROWS, LENGTH, VOCAB = 8, 16, 130
@@ -144,13 +145,13 @@ def run_cases(rank: int, world_size: int, cases: Mapping[str, Case]) -> dict[str
         torch.distributed.destroy_process_group()
 
 
-def run_case(case: Case) -> dict[str, Any]:
-    """Log-probs and values before and after, what each step reported, and the weights."""
+def run_case(case: Case, backend_class: type[TrainingBackend] | None = None) -> dict[str, Any]:
+    """Log-probs and values before and after, what each step reported, and the weights. ``backend_class``: default Megatron's."""
     from megatron_ppo.backends.megatron import MegatronBackend
     from megatron_ppo.backends.megatron_setup import destroy_megatron
 
     torch.manual_seed(11)
-    backend = MegatronBackend(Config().replace(**dict(case.fields)), num_optimizer_steps=8)
+    backend: Any = (backend_class or MegatronBackend)(Config().replace(**dict(case.fields)), num_optimizer_steps=8)
     try:
         share = len(case.rows) // backend.dp_size
         mine = (
@@ -173,7 +174,8 @@ def run_case(case: Case) -> dict[str, Any]:
             result["generated"] = _generate(backend)
         return result
     finally:
-        destroy_megatron()
+        if backend_class is None:
+            destroy_megatron()
 
 
 def gather_canonical(backend: Any, role: str) -> dict[str, Tensor] | None:
@@ -182,7 +184,7 @@ def gather_canonical(backend: Any, role: str) -> dict[str, Tensor] | None:
     layout = backend.layout(role)
     assert set(layout.shapes) == set(parameters), set(layout.shapes) ^ set(parameters)
     assert all(tuple(parameters[name].shape) == shape for name, shape in layout.shapes.items())
-    mine = [(block.name, block.canonical, _box(parameters[block.parameter], block.local).float().cpu().clone()) for block in layout.blocks]
+    mine = [(block.name, block.canonical, _block_values(parameters[block.parameter], block)) for block in layout.blocks]
     everywhere: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everywhere, mine)
     if torch.distributed.get_rank() != 0:
@@ -251,6 +253,11 @@ def _outputs(backend: Any, probe: list[MicroBatch], case: Case) -> dict[str, Ten
 def _real(values: Tensor, batch: MicroBatch) -> Tensor:
     positions = torch.arange(values.shape[1])[None, :]
     return values[positions < batch.lengths[:, None] - 1]
+
+
+def _block_values(parameter: Tensor, block: Block) -> Tensor:
+    """A copy, in the shape of the canonical box: a parameter that stacks experts has a dim more."""
+    return _box(parameter, block.local).reshape([stop - start for start, stop in block.canonical]).float().cpu().clone()
 
 
 def _box(tensor: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:

@@ -18,7 +18,8 @@ from megatron_ppo.config_io import parse_arguments, read_yaml, write_config
 FIELDS = set(
     """
     model_path tokenizer_path critic critic_path reward_model_path params_dtype make_vocab_size_divisible_by
-    recompute_granularity transformer_overrides trust_remote_code tensor_model_parallel_size pipeline_model_parallel_size
+    recompute_granularity transformer_overrides trust_remote_code backend fsdp_shard_size cpu_offload
+    tensor_model_parallel_size pipeline_model_parallel_size
     virtual_pipeline_model_parallel_size context_parallel_size expert_model_parallel_size sequence_parallel
     use_distributed_optimizer overlap_grad_reduce rollout_world_size rollout_tensor_parallel_size
     distributed_timeout_minutes heartbeat_timeout_s bucket_bytes optimizer lr critic_lr min_lr lr_decay_style lr_warmup_steps

@@ -1,0 +1,274 @@
+"""The FSDP backend on 1, 2 and 4 ranks, sharded and with copies, against the Megatron backend on one: outputs, steps, weights, exports.
+
+The data, the loss and what is compared are those of ``test_megatron_parity.py``, and so are the tolerances: 1e-5 in fp32 with SGD. Every
+launch proves all its cases.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_parity_support import Case, adam, assert_same, difference, fields, hugging_face_outputs, run_case, run_cases
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from spawn import run_ranks
+from toy_models import make_toy
+
+pytestmark = pytest.mark.timeout(900)  # a launch of many cases counts as the time of the test that asks first
+
+Results = dict[str, dict[str, Any]]
+FAMILIES = ("llama", "qwen2", "qwen3")
+SIX_TOKENS = (1, 3)
+"""Rows of 5 response tokens and of 1."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders of toy models: the families, a tied one, a mixture, one with a score head, and one with both heads."""
+    root = tmp_path_factory.mktemp("models")
+    paths = {family: make_toy(root / family, family) for family in FAMILIES}
+    paths["tied"] = make_toy(root / "tied", "llama", tied=True)
+    paths["mixture"] = make_toy(root / "mixture", "qwen3_moe")
+    paths["score"] = make_toy(root / "score", "llama", score_head=True, seed=3)
+    paths["valued"] = make_toy(root / "valued", "llama")
+    file = paths["valued"] / "model.safetensors"
+    head = load_file(paths["score"] / "model.safetensors")["score.weight"]
+    save_file(load_file(file) | {"score.weight": head}, file, metadata={"format": "pt"})
+    return {name: str(path) for name, path in paths.items()}
+
+
+def on_fsdp(settings: Mapping[str, object], **changes: object) -> dict[str, object]:
+    """The same settings for the other backend."""
+    return {**settings, "backend": "fsdp"} | changes
+
+
+def all_roles(models: Mapping[str, str]) -> dict[str, object]:
+    """Actor, separate critic, reference and reward model at once."""
+    more = {"critic": "separate", "critic_path": models["score"], "kl_coef": 0.1, "reward_model_path": models["score"]}
+    return fields(models, "tied", **more)
+
+
+def cases(models: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Name -> settings and how the rows are cut, the same for both backends."""
+    both: tuple[Any, ...] = ("actor", "critic")
+    return {
+        **{family: {"fields": fields(models, family), "generate": True} for family in FAMILIES},
+        "mixture": {"fields": fields(models, "mixture")},
+        "shared": {"fields": fields(models, "valued", critic="shared")},
+        "all roles": {"fields": all_roles(models), "roles": both},
+        "six tokens": {"fields": fields(models), "rows": SIX_TOKENS, "micro_batch_size": 1},
+        "decay": {"fields": fields(models, "qwen2", weight_decay=0.5)},
+        "no clipping": {"fields": fields(models, clip_grad=0.0)},
+        "adam": {"fields": adam(models)},
+        "bf16": {"fields": adam(models, params_dtype="bfloat16")},
+        "nan": {"fields": adam(models, lr_warmup_steps=4), "poison": "nan", "num_steps": 3},
+        "no tokens": {"fields": adam(models, lr_warmup_steps=4), "poison": "no_tokens", "num_steps": 3},
+    }
+
+
+@pytest.fixture(scope="module")
+def truth(models: dict[str, str]) -> Results:
+    """What the Megatron backend gives in one process."""
+    return run_ranks(run_cases, 1, {name: Case(**case) for name, case in cases(models).items()}, timeout_s=400)[0]
+
+
+def run_fsdp_cases(rank: int, world_size: int, cases: Mapping[str, Case]) -> Results:
+    """``run_cases`` with the backend under test."""
+    from megatron_ppo.backends.fsdp import FSDPBackend
+
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
+    torch.set_num_threads(1)
+    found = {}
+    try:
+        for name, case in cases.items():
+            found[name] = run_case(case, FSDPBackend)
+            gc.collect()
+        return found
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def fsdp_cases(models: Mapping[str, str], chosen: Mapping[str, str], **changes: object) -> dict[str, Case]:
+    """Name of a case here -> the case it is held to, run with ``changes`` of its settings."""
+    known = cases(models)
+    return {
+        name: Case(**{**known[truth], **SPLITS.get(name, {}), "fields": on_fsdp(known[truth]["fields"], **changes)})
+        for name, truth in chosen.items()
+    }
+
+
+SPLITS: dict[str, dict[str, Any]] = {
+    "one by one": {"micro_batch_size": 1},
+    "uneven": {"rows_by_replica": ((0, 1, 2, 3, 4, 5), (6, 7)), "micro_batch_size": 2, "num_dummies": (0, 2)},
+    "six tokens on two": {"rows_by_replica": ((1,), (3,))},
+}
+"""Other ways to cut the same rows into micro-batches."""
+ONE_RANK = {name: name for name in (*FAMILIES, "all roles", "adam", "nan", "no tokens", "bf16")} | {"one by one": "llama"}
+TWO_RANKS = {name: name for name in (*FAMILIES, "mixture", "shared", "all roles", "decay", "no clipping", "adam", "nan", "bf16")} | {
+    "uneven": "llama",
+    "six tokens on two": "six tokens",
+}
+COPIES = {name: name for name in ("llama", "adam", "shared")} | {"uneven": "llama"}
+FOUR_RANKS = {name: name for name in (*FAMILIES, "mixture", "all roles", "adam", "nan")}
+HYBRID = {name: name for name in ("llama", "all roles", "adam", "nan", "bf16")}
+
+
+@pytest.fixture(scope="module")
+def one_rank(models: dict[str, str]) -> list[Results]:
+    """A single rank, which gathers from itself."""
+    recomputed = {
+        f"recompute {kind}": Case(fields=on_fsdp(fields(models), recompute_granularity=kind), micro_batch_size=2)
+        for kind in ("full", "selective")
+    }
+    return run_ranks(run_fsdp_cases, 1, fsdp_cases(models, ONE_RANK) | recomputed, timeout_s=400)
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder that cases export to."""
+    return tmp_path_factory.mktemp("exports")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(models: dict[str, str], exports: Path) -> list[Results]:
+    """Sharded over both, and two whole copies (names that end in "copied")."""
+    sharded = fsdp_cases(models, TWO_RANKS)
+    copied = fsdp_cases(models, COPIES, fsdp_shard_size=1)
+    exported = {
+        "export": Case(fields=on_fsdp(fields(models, "tied", critic="separate")), roles=("actor", "critic"), export=str(exports / "tied")),
+        "export shared": Case(fields=on_fsdp(fields(models, "valued", critic="shared")), export=str(exports / "shared")),
+    }
+    return run_ranks(run_fsdp_cases, 2, sharded | {f"{name} copied": case for name, case in copied.items()} | exported, timeout_s=600)
+
+
+@pytest.mark.parametrize("case", list(ONE_RANK))
+def test_one_rank_equals_megatron(truth: Results, one_rank: list[Results], case: str) -> None:
+    compare(one_rank[0][case], truth[ONE_RANK[case]], ONE_RANK[case])
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_recomputation_changes_nothing(truth: Results, one_rank: list[Results], kind: str) -> None:
+    assert_same(one_rank[0][f"recompute {kind}"], truth["llama"])
+
+
+@pytest.mark.parametrize("case", list(TWO_RANKS))
+def test_two_shards_equal_one_process(truth: Results, two_ranks: list[Results], case: str) -> None:
+    """B60, B64, B66: replicas with 5 tokens and with 1, with 3 passes and with 1; all skip where one alone sees a NaN."""
+    for results in two_ranks:
+        compare(results[case], truth[TWO_RANKS[case]], TWO_RANKS[case])
+
+
+@pytest.mark.parametrize("case", list(COPIES))
+def test_two_copies_equal_one_process(truth: Results, two_ranks: list[Results], case: str) -> None:
+    for results in two_ranks:
+        compare(results[f"{case} copied"], truth[COPIES[case]], COPIES[case])
+
+
+def test_steps_move_the_weights_far_more_than_the_tolerance(truth: Results) -> None:
+    assert difference(truth["llama"]["before"], truth["llama"]["after"]) > 1e-2
+
+
+def test_b63_reference_equals_the_actor_at_first_and_never_moves(two_ranks: list[Results]) -> None:
+    """B63: bit for bit, in bf16 too, where the actor's weights are rounded when they are gathered and the reference's when loaded."""
+    for results in two_ranks:
+        before, after = results["all roles"]["before"], results["all roles"]["after"]
+        assert torch.equal(before["actor.log_probs"], before["reference.log_probs"])
+        assert torch.equal(after["reference.log_probs"], before["reference.log_probs"])
+        assert torch.equal(after["scores"], before["scores"])
+        assert difference({"x": after["actor.log_probs"]}, {"x": before["actor.log_probs"]}) > 1e-3
+
+
+def test_b09_export_is_what_hugging_face_computes_with(two_ranks: list[Results], exports: Path) -> None:
+    """B09: a tied export has no head of its own; transformers gets the trained log-probs and values from it."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    for case, folder, values in (("export", "tied", "critic.values"), ("export shared", "shared", "actor.values")):
+        result = two_ranks[0][case]
+        assert all("already holds weights" in rank[case]["export fault"] for rank in two_ranks)
+        with safe_open(exports / folder / "actor" / "model.safetensors", framework="pt") as stored:
+            assert ("lm_head.weight" in stored.keys()) == (folder != "tied")  # noqa: SIM118  not a dict
+        actor = AutoModelForCausalLM.from_pretrained(exports / folder / "actor")
+        critic = AutoModelForSequenceClassification.from_pretrained(exports / folder / "critic")
+        log_probs, found = hugging_face_outputs(actor, critic)
+        assert difference({"x": log_probs}, {"x": result["after"]["actor.log_probs"]}) < 1e-5
+        assert difference({"x": found}, {"x": result["after"][values]}) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def four_ranks(models: dict[str, str]) -> list[Results]:
+    """Four shards, and (names that end in "hybrid") two copies of two shards."""
+    hybrid = fsdp_cases(models, HYBRID, fsdp_shard_size=2)
+    chosen = fsdp_cases(models, FOUR_RANKS) | {f"{name} hybrid": case for name, case in hybrid.items()}
+    return run_ranks(run_fsdp_cases, 4, chosen, timeout_s=800)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list(FOUR_RANKS))
+def test_four_shards_equal_one_process(truth: Results, four_ranks: list[Results], case: str) -> None:
+    for results in four_ranks:
+        compare(results[case], truth[FOUR_RANKS[case]], FOUR_RANKS[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list(HYBRID))
+def test_two_copies_of_two_shards_equal_one_process(truth: Results, four_ranks: list[Results], case: str) -> None:
+    for results in four_ranks:
+        compare(results[f"{case} hybrid"], truth[HYBRID[case]], HYBRID[case])
+
+
+def compare(got: dict[str, Any], expected: dict[str, Any], kind: str) -> None:
+    """Within rounding: 1e-5; Adam divides by a root, and moves a weight whose gradient is near 0 by up to 2 * lr (1e-3); bf16 is near."""
+    assert got["generated"] == expected["generated"] if "generated" in got and got["dp_rank"] == 0 else True
+    if kind in ("nan", "no tokens"):
+        steps = got["steps"]["actor"]
+        assert [report.lr for report, _ in steps] == pytest.approx([0.25e-3, 0.5e-3, 0.5e-3])
+        assert [report.skipped for report, _ in steps] == [False, True, False]
+        assert [changed for _, changed in steps] == [True, False, True]
+    elif kind == "bf16":
+        assert difference(got["before"], expected["before"]) < 0.1
+        for (report, changed), (other, _) in zip(got["steps"]["actor"], expected["steps"]["actor"], strict=True):
+            assert changed and report.grad_norm == pytest.approx(other.grad_norm, rel=0.05)
+        if got["weights"]["actor"] is not None:
+            assert difference(got["weights"]["actor"], expected["weights"]["actor"]) < 1e-2
+    elif kind == "adam":
+        assert_same(got, expected, weights=1e-3, outputs=1e-2)
+    else:
+        assert_same(got, expected)
+
+
+SHORT = {"max_prompt_length": 8, "max_response_length": 8}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tensor_model_parallel_size": 2}, "tensor_model_parallel_size = 2 is megatron-core's, but backend = fsdp shares weights only"),
+        ({"pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size = 2 is megatron-core's"),
+        ({"context_parallel_size": 2}, "context_parallel_size = 2 is megatron-core's"),
+        ({"expert_model_parallel_size": 2}, "expert_model_parallel_size = 2 is megatron-core's"),
+        ({"sequence_parallel": True}, "sequence_parallel = True is megatron-core's"),
+        ({"transformer_overrides": {"transformer_impl": "local"}}, "transformer_overrides = .* is megatron-core's"),
+        ({"fsdp_shard_size": 3}, r"fsdp_shard_size = 3: replicas x shards = 4 training ranks, so it may be one of \[1, 2, 4\]"),
+        ({"backend": "megatron", "fsdp_shard_size": 2}, "fsdp_shard_size = 2 is FSDP's, but backend = megatron"),
+        ({"backend": "megatron", "cpu_offload": True}, "cpu_offload = True is FSDP's, but backend = megatron"),
+    ],
+)
+def test_settings_of_the_other_backend_are_refused(models: dict[str, str], fields: dict[str, object], message: str) -> None:
+    from megatron_ppo.config import Config
+
+    with pytest.raises(ValueError, match=message):
+        Config().replace(**({"model_path": models["llama"], "backend": "fsdp"} | SHORT | fields)).validate(5, needs_data=False)
+
+
+def test_plain_sgd_and_any_sharding_are_fine_with_fsdp(models: dict[str, str]) -> None:
+    from megatron_ppo.config import Config
+
+    for size in (None, 1, 2, 4):
+        config = Config().replace(model_path=models["llama"], backend="fsdp", optimizer="sgd", fsdp_shard_size=size, **SHORT)
+        config.validate(5, needs_data=False)
+        assert config.mesh_sizes(5) == {"replicate": 4 // (size or 4), "shard": size or 4, "rollout_tp": 1, "replicas": 1}
