@@ -10,7 +10,7 @@ where it is the victim itself. Everything else is the real program. Nothing here
 ``fault_judge.py`` at what it means.
 
 Files in the plan's folder, by attempt (n) and rank (r): ``started_n`` (written by the drill: the attempt may begin), ``pid_n_r``,
-``phase_n_r`` (where a rank is), ``began_n`` (the first iteration of the attempt), ``killed_n.json``.
+``phase_n_r`` (where a rank is), ``began_n`` (the version of the attempt's first sync), ``killed_n.json``.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Attempt:
         self.phase = phase
         self._passed_save |= phase == PHASES["save"].format(KILLED_ITERATION)
         self._write(f"phase_{self.number}_{self.rank}", phase)
-        found = re.fullmatch(PHASES["rollout"].format(r"(\d+)"), phase)
+        found = re.fullmatch(PHASES["sync"].format(r"(\d+)"), phase)
         if found and self.rank == 0 and not (self.folder / f"began_{self.number}").exists():
             self._write(f"began_{self.number}", found[1])
 
