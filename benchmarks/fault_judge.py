@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_ppo.checkpoint import CheckpointFolder, check_checkpoint
+from megatron_ppo.resume import TENSOR_FOLDERS
 
 END_S = 10.0
 """The promise: so soon after a process was killed all others of the job have ended."""
@@ -162,7 +163,8 @@ def differences(expected: Path, found: Path, num_iterations: int) -> list[str]:
             lines.append(f"{run_dir} has no checkpoint of iteration {num_iterations}")
     if not lines:
         pair = [run_dir / "checkpoints" / f"iter_{num_iterations:07d}" for run_dir in (expected, found)]
-        lines += _different("", *(saved_tensors(folder / "megatron") for folder in pair))
+        stored = next(name for name in TENSOR_FOLDERS if (pair[0] / name).is_dir())
+        lines += _different("", *(saved_tensors(folder / stored) for folder in pair))
         lines += _different("ranks/", *(_rank_tensors(folder / "ranks") for folder in pair))
         lines += _different("state.json ", *(_state(folder / "state.json") for folder in pair))
     for name in ("metrics.jsonl", "samples.jsonl"):
@@ -171,7 +173,7 @@ def differences(expected: Path, found: Path, num_iterations: int) -> list[str]:
 
 
 def saved_tensors(folder: Path) -> dict[str, Any]:
-    """Everything in a ``megatron/`` folder by its name: whole tensors, and the objects of ``common.pt``. No process group is needed."""
+    """Everything in a ``megatron/`` or ``fsdp/`` folder by its name: whole tensors, and the objects of ``common.pt``. Needs no process group."""
     reader = dcp.FileSystemReader(folder)
     entries = reader.read_metadata().state_dict_metadata
     state: dict[str, Any] = {

@@ -1,0 +1,103 @@
+"""Whole jobs with ``--backend fsdp``: real torchrun, vLLM or Hugging Face rollouts, against the Megatron backend; exact resume."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from train_support import PROGRAM, Processes, make_inputs, read_lines, tiny_flags, warnings_in
+
+from benchmarks.fault_judge import differences, saved_tensors
+
+LAUNCH_TIMEOUT_S = 500.0
+PPO = {"kl_coef": 0.05, "kl_target": 0.5, "lr_warmup_steps": 3, "num_logged_samples": 32}
+"""What has state: an adaptive KL controller, a schedule, Adam's moments of two networks."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A finished launch."""
+
+    folder: Path
+    output: str
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Records of metrics.jsonl."""
+        return read_lines(self.folder / "metrics.jsonl")
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """Records of samples.jsonl."""
+        return read_lines(self.folder / "samples.jsonl")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Model, tokenizer, prompts, and a critic with a head of its own: fresh heads start from other numbers on each backend."""
+    folder = make_inputs(tmp_path_factory.mktemp("inputs"))
+    shutil.copytree(folder / "model", folder / "critic")
+    (weights,) = (folder / "critic").glob("*.safetensors")
+    tensors = load_file(weights)
+    hidden = tensors["model.norm.weight"].shape[0]
+    head = 0.02 * torch.randn(1, hidden, generator=torch.Generator().manual_seed(5))
+    save_file(tensors | {"score.weight": head}, weights, metadata={"format": "pt"})
+    return folder
+
+
+def launch(inputs: Path, run_dir: Path, num_ranks: int, **fields: object) -> Job:
+    """One torchrun to its end."""
+    settings = {**PPO, "critic_path": inputs / "critic", **fields}
+    with Processes(run_dir.parent / f"log_{len(list(run_dir.parent.iterdir()))}") as processes:
+        processes.torchrun(num_ranks, [*PROGRAM, *tiny_flags(inputs, run_dir, **settings)])
+        code = processes.wait(LAUNCH_TIMEOUT_S)
+        assert code == 0, processes.output()
+        assert processes.alive() == []
+        return Job(run_dir, processes.output())
+
+
+def test_the_same_training_as_with_megatron(inputs: Path, tmp_path: Path) -> None:
+    """Two training ranks and two vLLM replicas: the same tokens and rewards, then the same training within rounding; every byte of the
+    engines' parameters is received once a sync, and the trainer gives tokens the log-prob that vLLM gave."""
+    common = {"rollout_world_size": 2, "verify_weights": True}
+    ours = launch(inputs, tmp_path / "fsdp", 4, backend="fsdp", save_hf_interval=0, **common)
+    theirs = launch(inputs, tmp_path / "megatron", 4, **common)
+    assert warnings_in(ours.output) == []
+    assert len(ours.metrics) == 2
+    assert [row for row in ours.samples if row["iteration"] == 0] == [row for row in theirs.samples if row["iteration"] == 0]
+    for mine, other in zip(ours.metrics, theirs.metrics, strict=True):
+        assert mine["refit/received_bytes"] == mine["refit/shard_bytes"] == other["refit/received_bytes"] > 0
+        assert mine["logprob_diff/max"] < 1e-4
+        for key, value in other.items():
+            if not key.startswith(("time/", "logprob_diff/", "refit/")) and key != "tokens_per_s":
+                assert mine[key] == pytest.approx(value, rel=2e-3, abs=2e-5), f"{key} at iteration {other['iteration']}"
+    exported = load_file(tmp_path / "fsdp" / "hf" / "model.safetensors")
+    started = load_file(next((inputs / "model").glob("*.safetensors")))
+    assert set(exported) == set(started)
+    assert all(not torch.equal(exported[name], started[name]) for name in started)
+
+
+def test_b84_two_and_two_are_four_bit_for_bit(inputs: Path, tmp_path: Path) -> None:
+    """Two training ranks as copies, bf16, one Hugging Face rollout rank: weights, moments, random states, controller, metrics, samples."""
+    fields = {"backend": "fsdp", "fsdp_shard_size": 1, "params_dtype": "bfloat16", "rollout_backend": "hf", "rollout_dtype": "bfloat16"}
+    fields |= {"save_interval": 2, "async_save": True}
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    first = launch(inputs, whole, 3, train_iters=4, **fields)
+    launch(inputs, halves, 3, train_iters=2, **fields)
+    assert "resuming after iteration 2 from" in launch(inputs, halves, 3, train_iters=4, **fields).output
+    for folder in (whole, halves):  # greedy answers of an iteration that was the last of its launch, but not of the run
+        rows = [row for row in read_lines(folder / "samples.jsonl") if not row["greedy"] or row["iteration"] in (0, 3)]
+        (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert differences(whole, halves, 4) == []
+    saved = saved_tensors(whole / "checkpoints" / "iter_0000004" / "fsdp")
+    assert saved["actor.model.model.embed_tokens.weight"].dtype == torch.float32, "masters, not what they are rounded to"
+    for record in first.metrics:
+        assert record["refit/received_bytes"] == record["refit/shard_bytes"] > 0
