@@ -84,6 +84,8 @@ class TrainerState:
     """Role -> optimizer steps skipped in a row so far, as ``max_skipped_steps`` counts them."""
     wandb_run_id: str | None
     """The wandb run to go on with."""
+    prompts: str
+    """Fingerprint of the prompts that iterations are drawn from (``PromptSet.fingerprint``)."""
     mesh: dict[str, int]
     """Axis -> size of both meshes, as ``mesh_difference`` shows them."""
 
@@ -112,6 +114,7 @@ class TrainerState:
             or type(kl_coef) not in (int, float)
             or not math.isfinite(kl_coef)
             or not (run is None or isinstance(run, str))
+            or not isinstance(found["prompts"], str)
         ):
             raise ValueError("an entry has the wrong type, or a count is below 0")
         return TrainerState(**found | {"kl_coef": float(kl_coef)})
@@ -134,6 +137,19 @@ def mesh_difference(saved: Mapping[str, int], present: Mapping[str, int]) -> str
         return ""
     axes = list(dict.fromkeys([*saved, *present]))
     return two_columns("axis", [(axis, str(saved.get(axis, "-")), str(present.get(axis, "-"))) for axis in axes])
+
+
+def fault_of(folder: Path, *, verify: Verify = "full", share: tuple[int, int] = (0, 1)) -> str:
+    """Why a checkpoint cannot be gone on from, as ``check_checkpoint`` sees it from ``share``; empty: it is whole. No pickle is opened."""
+    try:
+        if folder.is_symlink():
+            raise ValueError(f"{folder} is a symbolic link; name its target by --resume {folder.readlink()}")
+        check_checkpoint(folder, verify=verify, share=share)
+        if (folder / STATE_FILE).exists():  # what convert makes has none
+            read_state(folder)
+    except (ValueError, OSError) as error:
+        return str(error)
+    return ""
 
 
 # -- the folder -------------------------------------------------------------------------------------------------------
@@ -312,14 +328,10 @@ class CheckpointFolder:
         """
         faults = []
         for folder in self.candidates():
-            try:
-                if folder.is_symlink():
-                    raise ValueError(f"{folder} is a symbolic link; name its target by --resume {folder.readlink()}")
-                check_checkpoint(folder, verify=verify)
-                read_state(folder)
-            except (ValueError, OSError) as error:
-                faults.append(str(error))
-                logger.warning("passed over a checkpoint: %s", error)
+            fault = fault_of(folder, verify=verify)
+            if fault:
+                faults.append(fault)
+                logger.warning("passed over a checkpoint: %s", fault)
                 continue
             if faults:
                 logger.warning("resuming from %s instead", folder)

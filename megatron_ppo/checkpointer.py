@@ -3,11 +3,12 @@
 Between two iterations of the loop. All training ranks call the same methods in the same order:
 
     rank 0            begin: a folder under a temporary name
-    all ranks         the backend writes its part; the digest of each file is taken where it was written
-    all ranks         agree whether every part is on the disk
-    rank 0            finish: state, configuration, manifest, the final name, ``latest``; older ones go (``checkpoint.py``)
+    all ranks         the backend copies its part; all agree that this went well
+    a thread of each  the files reach the disk, their digests are taken and handed to rank 0 through the launch's store
+    rank 0's thread   finish: state, configuration, manifest, the final name, ``latest``; older ones go (``checkpoint.py``)
 
-With ``async_save`` the second line goes on in a thread while training does, and the rest follows at a later boundary.
+With ``async_save`` training goes on after the second line; otherwise all wait for the end. A failure in a thread is learned by all ranks
+when they come to ``conclude``.
 
 A checkpoint that cannot be written (disk full) costs the checkpoint, not the run: it is said, older ones stay, and training goes on to the
 next one; only the last one of a run must succeed.
@@ -15,6 +16,9 @@ next one; only the last one of a run must succeed.
 
 from __future__ import annotations
 
+import contextlib
+import json
+import shutil
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,9 +28,10 @@ import torch.distributed as dist
 
 from megatron_ppo.backends.base import PendingSave
 from megatron_ppo.checkpoint import CheckpointFolder, TrainerState
-from megatron_ppo.checkpoint_manifest import Digests, digest_files
+from megatron_ppo.checkpoint_manifest import digest_files
 from megatron_ppo.config import Config
 from megatron_ppo.config_io import config_text
+from megatron_ppo.run_folder import CHECKPOINTS, replace_folder
 from megatron_ppo.training_engine import TrainingEngine
 from megatron_ppo.world import World
 
@@ -35,30 +40,35 @@ from megatron_ppo.world import World
 class _Writing:
     """A checkpoint under way."""
 
-    state: TrainerState
-    folder: Path
-    digests: Future[Digests]
+    iteration: int
+    fault: Future[str]
+    """Why it could not be written, the same on all ranks; empty: it is whole, and has its name."""
 
 
 class Checkpointer:
     """Writes this run's checkpoints. Collective over the training mesh, all methods but ``is_writing``."""
 
-    def __init__(self, config: Config, world: World, engine: TrainingEngine, *, newest: int | None) -> None:
-        """``newest``: finished iterations of the checkpoint of this run folder that the run goes on from; None: it has none."""
+    def __init__(self, config: Config, world: World, engine: TrainingEngine, *, newest: int | None, prompts: str) -> None:
+        """``newest``: finished iterations of the checkpoint of this run folder that the run goes on from; None: it has none.
+
+        ``prompts``: fingerprint of the prompts that iterations are drawn from.
+        """
         self.newest = newest
         """Finished iterations of the newest checkpoint that was asked for."""
         self._config = config
         self._world = world
         self._engine = engine
+        self._prompts = prompts
         self._writing: _Writing | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        root = Path(config.logging.run_dir) / "checkpoints"
+        self._store = world.connect(60.0 * config.parallel.distributed_timeout_minutes)  # the thread's own: a wait blocks a connection
+        root = Path(config.logging.run_dir) / CHECKPOINTS
         self._folder = CheckpointFolder(root, config.checkpoint.keep_checkpoints) if world.global_rank == 0 else None
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank's part of a checkpoint is still on its way to the disk."""
-        return self._writing is not None and not self._writing.digests.done()
+        """Whether a checkpoint is still on its way to the disk."""
+        return self._writing is not None and not self._writing.fault.done()
 
     def save(self, iteration: int, *, kl_coef: float, wandb_run_id: str | None, must: bool) -> None:
         """Write, or with ``async_save`` begin to write, the checkpoint of ``iteration`` finished iterations.
@@ -79,36 +89,51 @@ class Checkpointer:
             num_optimizer_steps=dict(self._engine.num_optimizer_steps),
             consecutive_skipped=dict(self._engine.consecutive_skipped),
             wandb_run_id=wandb_run_id,
+            prompts=self._prompts,
             mesh=self._config.mesh_sizes(self._world.world_size),
         )
         folder, fault = self._begin(iteration)
+        pending: PendingSave | None = None
         if folder is not None:
-            digests, fault = self._start(folder)
-            self._writing = None if digests is None else _Writing(state, folder, digests)
+            try:
+                pending = self._engine.save_checkpoint(folder, asynchronous=self._config.checkpoint.async_save)
+            except (OSError, ValueError, RuntimeError) as error:
+                fault = str(error)
         fault = self._agree(fault)
-        if fault:
-            self._give_up(iteration, folder, fault, must=must)
-        elif must or not self._config.checkpoint.async_save:
+        if fault or folder is None or pending is None:
+            if pending is not None:
+                with contextlib.suppress(OSError):  # what other ranks met is what is said
+                    pending.wait()
+            self._give_up(iteration, fault, must=must)
+            return
+        self._writing = _Writing(iteration, self._thread.submit(self._complete, pending, folder, state))
+        if must or not self._config.checkpoint.async_save:
             self.conclude(must=must)
 
     def conclude(self, *, must: bool = False) -> None:
-        """Wait until the checkpoint under way is on the disk, and give it its name. Does nothing where none is under way."""
+        """Wait for the end of the checkpoint under way. Does nothing where none is under way; ``must`` as in ``save``."""
         writing, self._writing = self._writing, None
-        if writing is None:
-            return
-        found, fault = _outcome(writing.digests)
-        everyone: list[tuple[str, Digests]] = [("", {})] * dist.get_world_size()
-        dist.all_gather_object(everyone, (fault, found))
-        fault = next((text for text, _ in everyone if text), "")
-        if self._folder is not None and not fault:
-            try:
-                digests = {name: digest for _, part in everyone for name, digest in part.items()}
-                self._folder.finish(writing.state.iteration, writing.state, config_text(self._config), digests)
-            except (OSError, ValueError) as error:
-                fault = str(error)
+        if writing is not None and (fault := writing.fault.result()):
+            self._give_up(writing.iteration, fault, must=must)
+
+    def export_hf(self, name: str, *, must: bool) -> None:
+        """Write the actor in Hugging Face format to ``RUN_DIR/NAME``, in place of an export of that name. ``RuntimeError`` if it ``must``."""
+        target = Path(self._config.logging.run_dir) / name
+        partial = target.with_name(f".{name}.tmp")
+        fault = ""
+        if self._folder is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+        try:
+            self._engine.export_hf(partial)
+            if self._folder is not None:
+                replace_folder(partial, target)
+        except (OSError, ValueError) as error:
+            fault = str(error)
         fault = self._agree(fault)
-        if fault:
-            self._give_up(writing.state.iteration, writing.folder, fault, must=must)
+        if fault and must:
+            raise RuntimeError(f"the export to {target} failed: {fault}")
+        if fault and self._folder is not None:
+            print(f"warning: the export to {target} failed, and training goes on: {fault}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """End the thread."""
@@ -126,25 +151,39 @@ class Checkpointer:
         path, fault = answer[0]
         return (None if path is None else Path(path)), fault
 
-    def _start(self, folder: Path) -> tuple[Future[Digests] | None, str]:
-        """Hand this rank's part to the backend, and what follows on the disk to the thread."""
-        try:
-            pending = self._engine.save_checkpoint(folder, asynchronous=self._config.checkpoint.async_save)
-        except (OSError, ValueError, RuntimeError) as error:
-            return None, str(error)
-        return self._thread.submit(_complete, pending, folder), ""
-
     def _agree(self, fault: str) -> str:
         """The first fault of any training rank; empty where there is none."""
         everyone = [""] * dist.get_world_size()
         dist.all_gather_object(everyone, fault)
         return next((text for text in everyone if text), "")
 
-    def _give_up(self, iteration: int, folder: Path | None, fault: str, *, must: bool) -> None:
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.digests.exception()  # the disk may be full: let this rank's part come to its end before it is removed
-        dist.barrier()
+    def _complete(self, pending: PendingSave, folder: Path, state: TrainerState) -> str:
+        """Runs in the thread, without collectives: wait until this rank's files are on the disk; rank 0 then makes a checkpoint of all."""
+        own, key = self._world.rank, f"checkpoint/{state.iteration}"
+        try:
+            pending.wait()
+            part = json.dumps(["", digest_files(folder, pending.files)])
+        except (OSError, ValueError, RuntimeError) as error:
+            part = json.dumps([f"rank {own}: {error}", {}])
+        self._store.set(f"{key}/{own}", part)
+        if self._folder is not None:
+            self._store.set(f"{key}/end", self._finish(self._folder, key, state))
+        return self._store.get(f"{key}/end").decode()
+
+    def _finish(self, checkpoints: CheckpointFolder, key: str, state: TrainerState) -> str:
+        parts = [json.loads(self._store.get(f"{key}/{rank}")) for rank in range(self._world.mesh_size)]
+        fault = next((text for text, _ in parts if text), "")
+        if fault:
+            return str(fault)
+        digests = {name: (int(size), str(digest)) for _, files in parts for name, (size, digest) in files.items()}
+        try:
+            checkpoints.finish(state.iteration, state, config_text(self._config), digests)
+        except (OSError, ValueError) as error:
+            return str(error)
+        return ""
+
+    def _give_up(self, iteration: int, fault: str, *, must: bool) -> None:
+        dist.barrier()  # no rank writes any more
         if self._folder is not None:
             self._folder.abandon(iteration)
         what = f"the checkpoint of iteration {iteration}"
@@ -153,16 +192,3 @@ class Checkpointer:
             raise RuntimeError(f"{text}; older checkpoints are as they were")
         if self._folder is not None:
             print(f"warning: {text}. Older checkpoints are as they were, and training goes on", file=sys.stderr, flush=True)
-
-
-def _complete(pending: PendingSave, folder: Path) -> Digests:
-    """Runs in the thread: wait until the files of this rank are on the disk, and take their digests."""
-    pending.wait()
-    return digest_files(folder, pending.files)
-
-
-def _outcome(digests: Future[Digests]) -> tuple[Digests, str]:
-    try:
-        return digests.result(), ""
-    except (OSError, ValueError, RuntimeError) as error:
-        return {}, str(error)

@@ -24,7 +24,7 @@ from megatron_ppo.checkpointer import Checkpointer
 from megatron_ppo.config import Config
 from megatron_ppo.data_bus import DataBus
 from megatron_ppo.experience import make_experience
-from megatron_ppo.metrics import MetricsWriter, Stopwatch, summarise
+from megatron_ppo.metrics import MetricsWriter, Stopwatch, summarise, warn
 from megatron_ppo.ppo import KLController
 from megatron_ppo.prompts import PromptSampler, PromptSet
 from megatron_ppo.resume import ResumePoint
@@ -192,14 +192,22 @@ class TrainingController(Controller):
         with self.context.watchdog.phase(f"save of iteration {iteration}"):
             if not asked.writing or is_last:
                 keeper.conclude()
-            if due and iteration != keeper.newest:
+            if due and asked.writing and not (is_last or asked.save):
+                self._warn(f"the checkpoint of iteration {keeper.newest} is still being written: that of iteration {iteration} is left out")
+            elif due and iteration != keeper.newest:
+                if self._writer is not None:
+                    self._writer.sync()  # records of finished iterations are not made again
                 wandb_run_id = None if self._writer is None else self._writer.wandb_run_id
                 keeper.save(iteration, kl_coef=self._kl.kl_coef, wandb_run_id=wandb_run_id, must=is_last)
             if asked.save and self.context.world.global_rank == 0:
-                (Path(self.context.config.logging.run_dir) / SAVE_NOW).unlink(missing_ok=True)
+                _remove(Path(self.context.config.logging.run_dir) / SAVE_NOW)
             interval = config.save_hf_interval
-            if interval and not is_last and iteration > self.context.resume.iteration and iteration % interval == 0:
-                self._engine.export_hf(Path(self.context.config.logging.run_dir) / f"hf_iter_{iteration:07d}")
+            if interval and not is_last and iteration > 0 and iteration % interval == 0:
+                keeper.export_hf(f"hf_iter_{iteration:07d}", must=False)
+
+    def _warn(self, text: str) -> None:
+        if self.context.world.global_rank == 0:
+            warn(text)
 
     def _log(self, iteration: int, batch: TrajectoryBatch, metrics: dict[str, float], watch: Stopwatch) -> None:
         if self._writer is None:
@@ -246,3 +254,10 @@ class TrainingController(Controller):
                 }
             )
         return rows
+
+
+def _remove(file: Path) -> None:
+    try:
+        file.unlink(missing_ok=True)
+    except OSError as error:  # the folder has become read-only: no reason to end a run
+        warn(f"{file} cannot be removed ({error}): it asks for a checkpoint at every boundary")

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.markup import escape
@@ -62,18 +62,57 @@ class Sink(Protocol):
         """Flush and end."""
 
 
+class RecordFile:
+    """A JSONL file that records are appended to. Where the disk is full, records wait in memory, and training goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+        self._waiting = b""
+
+    def append(self, record: Mapping[str, object]) -> None:
+        """Write a record, after those that wait."""
+        line = json.dumps(finite_or_none(record), allow_nan=False, ensure_ascii=False) + "\n"
+        had_to_wait = bool(self._waiting)
+        self._waiting += line.encode()
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            if not had_to_wait:
+                warn(f"{self._path} cannot be written, its records wait in memory: {error}")
+
+    def sync(self) -> None:
+        """Wait until everything that could be written is on the disk."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            warn(f"{self._path} cannot be brought to the disk: {error}")
+
+    def close(self) -> None:
+        """Close the file. What still waits is lost, which is said."""
+        if self._waiting:
+            warn(f"{self._path} lacks its last {len(self._waiting)} bytes, which could not be written")
+        self._file.close()
+
+
 class MetricsWriter:
     """The run's records. ``log`` is called once an iteration, with strictly increasing iterations."""
 
-    def __init__(self, config: Config, *, wandb_run_id: str | None = None) -> None:
-        """Records are appended to those in the folder. ``wandb_run_id``: the run of Weights & Biases that goes on."""
+    def __init__(self, config: Config, *, first_iteration: int = 0, wandb_run_id: str | None = None) -> None:
+        """Records are appended to those in the folder.
+
+        ``first_iteration``: what dashboards hold from it on is of a launch that was cut off. ``wandb_run_id``: the run of Weights & Biases
+        that goes on.
+        """
         self._config = config
         self._folder = Path(config.logging.run_dir)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._metrics_file = self._open("metrics.jsonl")
-        self._samples_file = self._open("samples.jsonl")
+        self._metrics_file = RecordFile(self._folder / "metrics.jsonl")
+        self._samples_file = RecordFile(self._folder / "samples.jsonl")
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-        self._sinks = _open_sinks(config, self._folder, wandb_run_id)
+        self._sinks = _open_sinks(config, self._folder, first_iteration, wandb_run_id)
+        self._wandb_run_id = next((sink.run_id for sink in self._sinks if isinstance(sink, WandbSink)), wandb_run_id)
         self._last_iteration = -1
         self._num_records = 0
         self._seconds: list[float] = []
@@ -88,7 +127,7 @@ class MetricsWriter:
             raise ValueError(f"metrics of iteration {iteration} come after those of iteration {self._last_iteration}")
         self._last_iteration = iteration
         self._num_records += 1
-        self._write(self._metrics_file, {"iteration": iteration, **scalars})
+        self._metrics_file.append({"iteration": iteration, **scalars})
         self._console.print(self._line(iteration, scalars))
         for sink in list(self._sinks):
             try:
@@ -100,7 +139,7 @@ class MetricsWriter:
     def log_samples(self, samples: Sequence[Mapping[str, object]]) -> None:
         """Append prompts with responses and rewards to samples.jsonl."""
         for sample in samples:
-            self._write(self._samples_file, sample)
+            self._samples_file.append(sample)
 
     @property
     def num_records(self) -> int:
@@ -109,8 +148,13 @@ class MetricsWriter:
 
     @property
     def wandb_run_id(self) -> str | None:
-        """Id of the run of Weights & Biases; None without one."""
-        return next((sink.run_id for sink in self._sinks if isinstance(sink, WandbSink)), None)
+        """Id of the run of Weights & Biases, also while it cannot be reached; None without one."""
+        return self._wandb_run_id
+
+    def sync(self) -> None:
+        """Wait until all records are on the disk."""
+        for file in (self._metrics_file, self._samples_file):
+            file.sync()
 
     def close(self) -> None:
         """Flush everything."""
@@ -121,13 +165,6 @@ class MetricsWriter:
                 sink.close()
             except Exception as error:  # as in log
                 warn(f"{type(sink).__name__} could not be closed: {error}")
-
-    def _open(self, name: str) -> IO[str]:
-        return (self._folder / name).open("a", encoding="utf-8")
-
-    def _write(self, file: IO[str], record: Mapping[str, object]) -> None:
-        file.write(json.dumps(finite_or_none(record), allow_nan=False, ensure_ascii=False) + "\n")
-        file.flush()
 
     def _failed_rewards(self, scalars: Mapping[str, float]) -> str:
         """Responses without a reward of their own, where there are any."""
@@ -168,7 +205,7 @@ def warn(text: str) -> None:
 class WandbSink:
     """One Weights & Biases run."""
 
-    def __init__(self, config: Config, folder: Path, run_id: str | None) -> None:
+    def __init__(self, config: Config, folder: Path, first_iteration: int, run_id: str | None) -> None:
         import wandb  # an optional extra
 
         online = wandb.setup().settings.mode not in ("offline", "dryrun", "disabled")
@@ -185,11 +222,12 @@ class WandbSink:
             settings=wandb.Settings(console="off", silent=True),
         )
 
+        self._run.define_metric("*", step_metric="iteration")  # its own step only grows, so that iterations that are redone would be dropped
         self.run_id = str(self._run.id)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Scalars of one iteration."""
-        self._run.log({**scalars, "iteration": step}, step=step)
+        self._run.log({**scalars, "iteration": step})
 
     def close(self) -> None:
         """End the run."""
@@ -199,10 +237,10 @@ class WandbSink:
 class TensorboardSink:
     """TensorBoard events in ``RUN_DIR/tensorboard``."""
 
-    def __init__(self, config: Config, folder: Path, run_id: str | None) -> None:
+    def __init__(self, config: Config, folder: Path, first_iteration: int, run_id: str | None) -> None:
         from torch.utils.tensorboard import SummaryWriter  # needs the optional extra
 
-        self._writer: Any = SummaryWriter(log_dir=str(folder / "tensorboard"))
+        self._writer: Any = SummaryWriter(log_dir=str(folder / "tensorboard"), purge_step=first_iteration)
         self._writer.add_text("config", f"```\n{dataclasses.asdict(config)}\n```")
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -215,12 +253,12 @@ class TensorboardSink:
         self._writer.close()
 
 
-def _open_sinks(config: Config, folder: Path, wandb_run_id: str | None) -> list[Sink]:
-    known: dict[str, Callable[[Config, Path, str | None], Sink]] = {"wandb": WandbSink, "tensorboard": TensorboardSink}
+def _open_sinks(config: Config, folder: Path, first_iteration: int, wandb_run_id: str | None) -> list[Sink]:
+    known: dict[str, Callable[[Config, Path, int, str | None], Sink]] = {"wandb": WandbSink, "tensorboard": TensorboardSink}
     sinks: list[Sink] = []
     for name in config.logging.loggers:
         try:
-            sinks.append(known[name](config, folder, wandb_run_id))
+            sinks.append(known[name](config, folder, first_iteration, wandb_run_id))
         except Exception as error:  # missing package, no key, no network: said once, and training goes on
             warn(f"{name} is off: {type(error).__name__}: {error}")
     return sinks

@@ -67,6 +67,7 @@ class RolloutWorker:
             stop_token_ids=stop_token_ids,
         )
         self._rewards = rewards
+        self._has_rewarded = False
         self._previous: list[DataHandle] = []
         self._refit: dict[str, list[float]] = {}
 
@@ -170,10 +171,11 @@ class RolloutWorker:
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
         result = self._rewards.score(inputs)
-        if self.version == 0 and inputs and result.num_errors == len(inputs):
+        if not self._has_rewarded and inputs and result.num_errors == len(inputs):
             raise ValueError(
                 f"the reward {self._config.data.reward} failed on all {len(inputs)} first responses; the first error:\n{result.first_error}"
             )
+        self._has_rewarded = self._has_rewarded or bool(inputs)
         return result.scores, {"reward/timeouts": [float(result.num_timeouts)], "reward/errors": [float(result.num_errors)]}
 
     def _forget_previous(self) -> None:

@@ -33,7 +33,7 @@ from megatron_ppo.resharding.executor import Parameters, ReshardExecutor, compar
 from megatron_ppo.resume import ResumePoint, find_resume_point
 from megatron_ppo.reward_pool import RewardPool
 from megatron_ppo.rollout_engine import RolloutWorker
-from megatron_ppo.run_folder import PREEMPTED, RunFolder
+from megatron_ppo.run_folder import PREEMPTED, LaunchRecord, RunFolder
 from megatron_ppo.tokenizer import Tokenizer, check_same_tokenizer, check_vocabulary, load_tokenizer, refuse_remote_code, stop_token_ids
 from megatron_ppo.training_engine import TrainingEngine
 from megatron_ppo.watchdog import InputError, Watchdog
@@ -60,7 +60,7 @@ def train(config: Config) -> None:
             data = _load_data(config, quiet=world.global_rank != 0)
             folder = _take_folder(config) if world.global_rank == 0 else None
         with watchdog.phase("start-up: checkpoint"):
-            resume = find_resume_point(config, world)
+            resume = find_resume_point(config, world, data.prompts.fingerprint)
         run = Run(config, world, watchdog, data, folder, resume)
         if world.is_training:
             run.train()
@@ -111,17 +111,22 @@ class Run:
         context, _ = self._connect(sources=backend.weights())
         writer = None
         if self._folder is not None:
-            self._folder.begin(resume.iteration if resume.is_own else None)
-            writer = MetricsWriter(config, wandb_run_id=state.wandb_run_id if state is not None and resume.is_own else None)
-        checkpointer = Checkpointer(config, self._world, engine, newest=resume.iteration if resume.is_own else None)
-        self._loop(TrainingController(context, engine, writer, checkpointer))
+            self._folder.begin(LaunchRecord(self._world.run_id, config.checkpoint.resume), resume.iteration if resume.is_own else None)
+            wandb_run_id = state.wandb_run_id if state is not None and resume.is_own else None
+            writer = MetricsWriter(config, first_iteration=resume.iteration, wandb_run_id=wandb_run_id)
+        newest = resume.iteration if resume.is_own else None
+        checkpointer = Checkpointer(config, self._world, engine, newest=newest, prompts=self._data.prompts.fingerprint)
+        stopped = self._loop(TrainingController(context, engine, writer, checkpointer))
         with self._watchdog.phase("closing"):
+            if config.checkpoint.save_hf_interval is not None and stopped is None:
+                checkpointer.export_hf("hf", must=True)
             checkpointer.close()
-            if config.checkpoint.save_hf_interval is not None:
-                engine.export_hf(Path(config.logging.run_dir) / "hf")
             if writer is not None:
                 writer.close()
                 self._summarise(resume.iteration + writer.num_records)
+            if stopped is not None and self._folder is not None:
+                (self._folder.path / PREEMPTED).write_text(f"{stopped}\n", encoding="utf-8")
+                print(f"{stopped}", flush=True)
 
     def rollout(self) -> None:
         """A rollout rank's whole run."""
@@ -219,14 +224,13 @@ class Run:
                     "the file, the tokenizer or the chat template differs between the nodes"
                 )
 
-    def _loop(self, controller: TrainingController | RolloutController) -> None:
-        """Run all iterations, or those until the launch is told to stop."""
+    def _loop(self, controller: TrainingController | RolloutController) -> Stopped | None:
+        """Run all iterations, or those until the launch is told to stop, and why it was."""
         try:
             controller.run()
         except Stopped as stopped:
-            if self._folder is not None:
-                (self._folder.path / PREEMPTED).write_text(f"{stopped}\n", encoding="utf-8")
-                print(f"{stopped}", flush=True)
+            return stopped
+        return None
 
     def _summarise(self, num_iterations: int) -> None:
         """The picture of the run. A run that was stopped before its first iteration has none."""

@@ -72,7 +72,7 @@ class WeightSynchronizer:
         self._bus = bus
         self._executor = executor
         self._verify_always = verify_always
-        self._is_first = True
+        self._first_version: int | None = None
 
     def sync(self, source: WeightSource, destinations: WeightDestination) -> SyncStats:
         """Bring every rollout worker to the source's weights. Blocking and complete: returns when this rank's part is done.
@@ -96,13 +96,14 @@ class WeightSynchronizer:
             weights = destinations.live_weights()
         if self._world.is_training:  # read by all: a sync starts when the one before has ended everywhere
             self._world.store.delete_key(_checksum_key(version - 1, self._world.global_rank))
-        if self._is_first or self._verify_always:
+        if self._first_version is None:
+            self._first_version = version
+        if version == self._first_version or self._verify_always:
             try:
                 self._prove(version, weights)
             except BaseException:
                 destinations.version = None  # all bytes came, and not all are right
                 raise
-        self._is_first = False
         return SyncStats(version, stats.bytes_sent, stats.bytes_received, time.monotonic() - started)
 
     def _prove(self, version: int, weights: dict[str, Tensor]) -> None:

@@ -22,7 +22,7 @@ NOBODY = 65534
 
 
 def state_of(iteration: int) -> TrainerState:
-    return TrainerState(iteration, iteration, 0.1 + 0.2, {"actor": 4 * iteration}, {"actor": 0}, "run-1", MESH)
+    return TrainerState(iteration, iteration, 0.1 + 0.2, {"actor": 4 * iteration}, {"actor": 0}, "run-1", "prompts", MESH)
 
 
 def write_parts(folder: Path, content: str) -> None:

@@ -103,7 +103,7 @@ def run_backend(rank: int, world_size: int, runs: list[Run]) -> None:
         dist.barrier()
         backend.save_checkpoint(checkpoints.temporary(3))
         if rank == 0:
-            checkpoints.finish(3, TrainerState(3, 3, 0.1, {"actor": 0}, {"actor": 0}, None, {"world": 2}), config_text(config))
+            checkpoints.finish(3, TrainerState(3, 3, 0.1, {"actor": 0}, {"actor": 0}, None, "", {"world": 2}), config_text(config))
         for role in ("actor",) if config.model.critic == "none" else ("actor", "critic"):
             backend.export_hf(run.folder / "by_backend" / role, role)
         destroy_megatron()

@@ -6,6 +6,7 @@ Two real ranks on gloo and real folders. The engine is a stand-in that writes on
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import logging
@@ -18,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_folder_support import names_in
-from spawn import run_ranks
+from spawn import free_port, run_ranks
 
 from megatron_ppo.backends.base import StepResult
 from megatron_ppo.backends.staged_save import PendingSave
@@ -28,7 +29,7 @@ from megatron_ppo.checkpointer import Checkpointer
 from megatron_ppo.config import Config
 from megatron_ppo.config_io import config_text
 from megatron_ppo.resume import ResumePoint, find_resume_point
-from megatron_ppo.run_folder import drop_later_records
+from megatron_ppo.run_folder import LaunchRecord, RunFolder, drop_later_records, replace_folder
 from megatron_ppo.training_engine import TrainingEngine
 from megatron_ppo.watchdog import InputError
 from megatron_ppo.world import World
@@ -50,22 +51,26 @@ class Engine:
         if self.fails:
             raise OSError("no space left on the device")
         if self.loses:
-            (path / "ranks").mkdir(exist_ok=True)
-            (path / "ranks" / f"rank_{self.rank:05d}").touch()  # the writer makes its files itself, and finds this one
-        return PendingSave(path, {f"ranks/rank_{self.rank:05d}": io.BytesIO(b"weights of %d" % self.version)}, asynchronous=asynchronous)
+            (path / "megatron").mkdir(exist_ok=True)
+            (path / "megatron" / f"rank_{self.rank:05d}").touch()  # the writer makes its files itself, and finds this one
+        return PendingSave(path, {f"megatron/rank_{self.rank:05d}": io.BytesIO(b"weights of %d" % self.version)}, asynchronous=asynchronous)
 
 
-def world_of(rank: int, world_size: int, store: dist.Store) -> World:
-    return World(rank, world_size, rank, "training", rank, world_size, range(world_size), range(world_size, world_size), 1, store, "test")
+def world_of(rank: int, world_size: int, store: dist.Store, port: int = 0, run_id: str = "first") -> World:
+    """A launch that only trains. ``port``: of the store that ``connect`` reaches."""
+    ranks = range(world_size), range(world_size, world_size)
+    place = World(rank, world_size, rank, "training", rank, world_size, *ranks, 1, store, run_id)
+    return dataclasses.replace(place, store_address=("127.0.0.1", port), store_prefix="launch")
 
 
 def write_on_two_ranks(rank: int, world_size: int, run_dir: str, asynchronous: bool) -> dict[str, Any]:
     """Saves that succeed and saves that fail, on both ranks; what each rank saw."""
-    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=rank == 0, wait_for_workers=False)
+    port = int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     config = Config().replace(run_dir=run_dir, rollout_world_size=0, async_save=asynchronous)
     engine, root, seen = Engine(rank), Path(run_dir) / "checkpoints", dict[str, Any]()
-    keeper = Checkpointer(config, world_of(rank, 2, store), engine, newest=None)  # type: ignore[arg-type]
+    keeper = Checkpointer(config, world_of(rank, 2, store, port), engine, newest=None, prompts="p")  # type: ignore[arg-type]
 
     def save(iteration: int, *, must: bool = False) -> str:
         """One save to its end; what it raised."""
@@ -124,7 +129,7 @@ def test_a_save_that_fails_costs_the_checkpoint_not_the_run(tmp_path: Path, asyn
     newest = CheckpointFolder(tmp_path / "checkpoints", None).newest_complete()
     assert newest is not None and newest.name == "iter_0000006"
     check_checkpoint(newest)
-    assert (newest / "ranks" / "rank_00001").read_bytes() == b"weights of 6"
+    assert (newest / "megatron" / "rank_00001").read_bytes() == b"weights of 6"
     state = json.loads((newest / "state.json").read_text())
     assert state["kl_coef"] == 0.5 and state["wandb_run_id"] == "abc" and state["mesh"]["dp"] == 2
 
@@ -135,16 +140,21 @@ def test_a_save_that_fails_costs_the_checkpoint_not_the_run(tmp_path: Path, asyn
 @pytest.fixture
 def one_rank() -> Iterator[World]:
     """A launch of one training rank."""
+    port = free_port()
+    server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield world_of(0, 1, dist.HashStore())
+    yield world_of(0, 1, server, port)
     dist.destroy_process_group()
 
 
-def make_run(world: World, run_dir: Path, *iterations: int, **fields: object) -> Config:
-    """A run folder with whole checkpoints, as the checkpointer writes them."""
+def make_run(world: World, run_dir: Path, *iterations: int, going_on_after: int | None = None, **fields: object) -> Config:
+    """A run folder with whole checkpoints, as a launch writes them."""
     config = Config().replace(run_dir=str(run_dir), rollout_world_size=0, keep_checkpoints=None, **fields)
+    folder = RunFolder(config)
+    folder.begin(LaunchRecord(world.run_id, config.checkpoint.resume), going_on_after)
+    folder.close()
     engine = Engine(0)
-    keeper = Checkpointer(config, world, engine, newest=None)  # type: ignore[arg-type]
+    keeper = Checkpointer(config, world, engine, newest=None, prompts="p")  # type: ignore[arg-type]
     for iteration in iterations:
         engine.version = iteration
         keeper.save(iteration, kl_coef=0.5, wandb_run_id=None, must=True)
@@ -152,9 +162,9 @@ def make_run(world: World, run_dir: Path, *iterations: int, **fields: object) ->
     return config
 
 
-def found(config: Config, world: World) -> ResumePoint:
+def found(config: Config, world: World, run_id: str = "second", prompts: str = "p") -> ResumePoint:
     """A new launch's answer: its store is empty."""
-    return find_resume_point(config, world_of(0, 1, dist.HashStore()))
+    return find_resume_point(config, world_of(0, 1, dist.HashStore(), run_id=run_id), prompts)
 
 
 @pytest.fixture
@@ -170,7 +180,7 @@ def test_a_run_goes_on_from_its_newest_whole_checkpoint(one_rank: World, tmp_pat
     root = tmp_path / "run" / "checkpoints"
     assert found(config, one_rank).iteration == 10
     assert found(config.replace(resume="never"), one_rank) == ResumePoint()
-    with (root / "iter_0000010" / "ranks" / "rank_00000").open("r+b") as file:
+    with (root / "iter_0000010" / "megatron" / "rank_00000").open("r+b") as file:
         file.write(b"W")
     with caplog.at_level(logging.WARNING):
         point = found(config, one_rank)
@@ -184,15 +194,48 @@ def test_a_run_goes_on_from_its_newest_whole_checkpoint(one_rank: World, tmp_pat
 
 @pytest.mark.usefixtures("without_scan")
 def test_another_runs_checkpoint_is_where_a_new_run_starts(one_rank: World, tmp_path: Path) -> None:
-    """By the name of a checkpoint or of its run; the new run's own go first once there are some, so that a restarted launch goes on."""
+    """By the name of a checkpoint or of its run; a launch that is repeated goes on from its own; a new order is a new order."""
     make_run(one_rank, tmp_path / "old", 3, 4)
+    old, older = str(tmp_path / "old"), str(tmp_path / "old" / "checkpoints" / "iter_0000003")
     config = Config().replace(run_dir=str(tmp_path / "new"), rollout_world_size=0, keep_checkpoints=None)
-    for name, iteration in ((tmp_path / "old" / "checkpoints" / "iter_0000003", 3), (tmp_path / "old", 4)):
-        point = found(config.replace(resume=str(name)), one_rank)
+    for name, iteration in ((older, 3), (old, 4)):
+        point = found(config.replace(resume=name), one_rank)
         assert (point.iteration, point.is_own) == (iteration, False)
-    make_run(one_rank, tmp_path / "new", 5)
-    point = found(config.replace(resume=str(tmp_path / "old")), one_rank)
-    assert (point.iteration, point.is_own) == (5, True)
+    make_run(one_rank, tmp_path / "new", 5, resume=old)
+    assert found(config.replace(resume=old), one_rank).iteration == 5, "the same command again"
+    point = found(config.replace(resume=older), one_rank)
+    assert (point.iteration, point.is_own) == (3, False)
+
+
+@pytest.mark.usefixtures("without_scan")
+def test_an_order_holds_once_and_a_restart_goes_on(one_rank: World, tmp_path: Path) -> None:
+    """``never`` and the name of an older checkpoint of the same run: the launcher's restart of that launch does not lose what it saved."""
+    config = make_run(one_rank, tmp_path, 3, 6)
+    back = config.replace(resume=str(tmp_path / "checkpoints" / "iter_0000003"))
+    point = found(back, one_rank)
+    assert (point.iteration, point.is_own) == (3, True)
+    never = config.replace(resume="never")
+    assert found(never, one_rank) == ResumePoint()
+    make_run(one_rank, tmp_path, 1, resume="never")
+    assert (tmp_path / "checkpoints.1" / "iter_0000006").is_dir()
+    assert found(never, one_rank, run_id="first").iteration == 1, "a restart of the launch that began anew"
+    assert found(never, one_rank, run_id="another") == ResumePoint()
+    make_run(one_rank, tmp_path, 4, going_on_after=1, resume=str(tmp_path / "checkpoints" / "iter_0000001"))
+    again = config.replace(resume=str(tmp_path / "checkpoints" / "iter_0000001"))
+    assert found(again, one_rank, run_id="first").iteration == 4
+    assert found(again, one_rank, run_id="another").iteration == 1
+
+
+@pytest.mark.usefixtures("without_scan")
+def test_other_prompts_are_refused_and_a_new_kl_coef_is_taken(one_rank: World, tmp_path: Path) -> None:
+    """B84: a file that has grown would be drawn from in another order. The controller's value stands unless another one is ordered."""
+    config = make_run(one_rank, tmp_path, 3, kl_coef=0.1)
+    with pytest.raises(InputError, match=r"prompts are not those .*--allow-changed prompt_data"):
+        found(config, one_rank, prompts="others")
+    assert found(config.replace(allow_changed=["prompt_data"]), one_rank, prompts="others").iteration == 3
+    for changed, expected in ((config, 0.5), (config.replace(kl_coef=0.2, allow_changed=["kl_coef"]), 0.2)):
+        point = found(changed, one_rank)
+        assert point.state is not None and point.state.kl_coef == expected
 
 
 @pytest.mark.usefixtures("without_scan")
@@ -246,13 +289,23 @@ def test_a_checkpoint_with_a_pickle_that_does_something_is_refused(one_rank: Wor
 
 
 def test_records_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
-    """Also a line that a crash has cut off."""
+    """Also a line that a crash has cut off, or spoilt. A response may hold what other programs take for the end of a line."""
     file = tmp_path / "metrics.jsonl"
-    file.write_text("".join(json.dumps({"iteration": i, "x": i}) + "\n" for i in range(5)) + '{"iteration": 5, "x')
+    rows = [json.dumps({"iteration": i, "x": "a\u2028b"}, ensure_ascii=False) + "\n" for i in range(5)]
+    file.write_text("".join([rows[0], "\0\0\n", *rows[1:]]) + '{"iteration": 5, "x')
     drop_later_records(file, 3)
-    assert [json.loads(line)["iteration"] for line in file.read_text().splitlines()] == [0, 1, 2]
+    assert [json.loads(line)["iteration"] for line in file.read_text().split("\n")[:-1]] == [0, 1, 2]
     drop_later_records(tmp_path / "absent.jsonl", 3)
     assert (tmp_path / "absent.jsonl").read_text() == ""
+
+
+def test_an_export_replaces_one_of_the_same_name(tmp_path: Path) -> None:
+    """What a launch that was cut off has left does not stop the next one."""
+    for content in ("first", "second"):
+        (tmp_path / ".hf.tmp").mkdir()
+        (tmp_path / ".hf.tmp" / "file").write_text(content)
+        replace_folder(tmp_path / ".hf.tmp", tmp_path / "hf")
+    assert (tmp_path / "hf" / "file").read_text() == "second" and names_in(tmp_path) == {"hf"}
 
 
 # -- steps that are not finite ----------------------------------------------------------------------------------------

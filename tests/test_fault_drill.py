@@ -75,7 +75,7 @@ def write_run(run_dir: Path, tensors: dict[str, Tensor], *, iteration: int = 3, 
     torch.save({"step": 6}, path / "megatron" / "common.pt")
     save_file({"cpu": torch.arange(8, dtype=torch.uint8)}, path / "ranks" / "rank_00000.safetensors")
     skipped = {"actor": 0, "critic": 0}
-    state = TrainerState(iteration, iteration, 0.05, {"actor": 6}, skipped, wandb_run_id=str(run_dir), mesh={"tp": 2})
+    state = TrainerState(iteration, iteration, 0.05, {"actor": 6}, skipped, wandb_run_id=str(run_dir), prompts="", mesh={"tp": 2})
     finished = folder.finish(iteration, state, f"run_dir: {run_dir}\n")
     record = {"iteration": 0, "reward/mean": reward, "time/sync_s": seconds, "tokens_per_s": 7 * seconds}
     (run_dir / "metrics.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import resource
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +18,8 @@ from megatron_ppo.config import Config
 from megatron_ppo.config_io import read_yaml
 from megatron_ppo.experience import make_experience
 from megatron_ppo.learning_curve import draw_png, draw_text, read_metrics, time_split
-from megatron_ppo.metrics import MetricsWriter, Stopwatch, summarise
-from megatron_ppo.run_folder import PREEMPTED, RunFolder
+from megatron_ppo.metrics import MetricsWriter, RecordFile, Stopwatch, summarise
+from megatron_ppo.run_folder import LaunchRecord, RunFolder
 from megatron_ppo.types import TrajectoryBatch
 
 
@@ -86,6 +88,11 @@ def test_b104_where_wandb_fails_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fault: str, said: str
 ) -> None:
     class Run:
+        id = "abc"
+
+        def define_metric(self, *_: object, **__: object) -> None:
+            pass
+
         def log(self, *_: object, **__: object) -> None:
             raise OSError("no route")
 
@@ -159,20 +166,18 @@ def test_a_second_run_in_the_same_folder_sets_aside_what_the_first_one_left(tmp_
     config = Config().replace(run_dir=str(tmp_path))
     for run in range(3):
         folder = RunFolder(config.replace(seed=run))
-        folder.begin(None)
+        folder.begin(LaunchRecord("a", "auto"), None)
         writer = _writer(tmp_path)
         writer.log(0, {"run": float(run)})
         writer.close()
         if run != 1:
             (tmp_path / "hf").mkdir()
-        (tmp_path / PREEMPTED).write_text("x")
         folder.close()
     RunFolder(config).close()
     for name, run in (("metrics.1.jsonl", 0), ("metrics.2.jsonl", 1), ("metrics.jsonl", 2)):
         assert json.loads((tmp_path / name).read_text())["run"] == run
         assert read_yaml(tmp_path / name.replace("metrics", "config").replace("jsonl", "yaml")).training.seed == run
-    folders = sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(("hf", PREEMPTED)))
-    assert folders == [PREEMPTED, f"{PREEMPTED}.1", f"{PREEMPTED}.2", "hf", "hf.1"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("hf")) == ["hf", "hf.1"]
 
 
 def test_a_folder_belongs_to_one_live_run(tmp_path: Path) -> None:
@@ -185,3 +190,23 @@ def test_a_folder_belongs_to_one_live_run(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"file/run cannot be used"):
         RunFolder(config.replace(run_dir=str(tmp_path / "file" / "run")))
+
+
+def test_a_full_disk_costs_no_record_and_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Records wait in memory, and follow when there is room; the warning comes once."""
+    file = RecordFile(tmp_path / "records.jsonl")
+    file.append({"iteration": 0})
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20, limit[1]))
+        file.append({"iteration": 1})
+        file.append({"iteration": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    file.append({"iteration": 3})
+    file.close()
+    lines = (tmp_path / "records.jsonl").read_text().splitlines()
+    assert [json.loads(line)["iteration"] for line in lines] == [0, 1, 2, 3]
+    assert capsys.readouterr().err.count("warning:") == 1

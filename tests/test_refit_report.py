@@ -96,7 +96,8 @@ def test_two_ranks_fill_two_and_each_gets_its_half(tmp_path: Path, capsys: pytes
         (3, 0, half, half),
     ]
     assert [row["received_from"] for row in found["ranks"][2:]] == [{"0": half}, {"1": half}]
-    assert {(row["num_groups"], row["num_messages"], row["num_buckets"]) for row in found["ranks"]} == {(1, *2 * (-(-half // 65536),))}
+    ((groups, messages, buckets),) = {(row["num_groups"], row["num_messages"], row["num_buckets"]) for row in found["ranks"]}
+    assert groups == 1 and messages == buckets and half / 65536 <= buckets < 2 * half / 65536, "buckets are not always full"
     assert found["kinds"]["norms"] == {"model_bytes": 4 * norms, "bytes_sent": 8 * norms, "bytes_received": 8 * norms}
     assert found["kinds"]["embedding_and_head"]["bytes_sent"] == 4 * 2 * 256 * 64
     text = capsys.readouterr().out

@@ -198,7 +198,7 @@ def promised(seconds: float) -> float:
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
     """The records of a JSONL file."""
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
 
 
 def warnings_in(text: str) -> list[str]:
