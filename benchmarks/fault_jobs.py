@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.fault_judge import Stop, checkpoint_faults, differences, newest_iteration, stop_faults
-from benchmarks.fault_kill import KILLED_ITERATION, MOMENTS
+from benchmarks.fault_kill import BUSY, KILLED_ITERATION, MOMENTS
 from tests.spawn import free_port
 from tests.train_support import Processes, make_inputs, tiny_flags
 
@@ -34,10 +34,13 @@ LINGER_S = 45.0
 """Past this, what is left of a killed attempt is counted as a survivor and killed. Longer than torchrun's own 30 s, to see that."""
 _POLL_S = 0.05
 VICTIMS: dict[str, int | None] = {"training 0": 0, "training 1": 1, "rollout 0": 2, "rollout 1": 3, "agent": None}
-REWARD = '''
-"""A reward that runs in processes of its own, so that there are children to leave behind."""
+REWARD = f'''
+"""A reward that runs in processes of its own, so that there are children to leave behind, and busy ones if wanted."""
+import os, time
 
 def few(sample):
+    if os.path.exists(os.environ["{BUSY}"]):
+        time.sleep(60.0)
     return 1.0 / (1 + sample.num_response_tokens)
 '''
 
@@ -197,7 +200,7 @@ class Job:
         number = 0
         while True:
             restarts = self._variant.max_restarts if self.outcomes else 0
-            with _start(self._launcher, self._folder / f"launch{number}", self._program, restarts, number) as launch:
+            with _start(self._launcher, self._folder, self._program, restarts, number) as launch:
                 goes_on = self._follow(launch)
                 self.last_output = launch.output()
             number += 1
@@ -342,12 +345,13 @@ class Launch:
 
 
 @contextlib.contextmanager
-def _start(launcher: LauncherName, log: Path, program: list[str], max_restarts: int, number: int) -> Iterator[Launch]:
+def _start(launcher: LauncherName, folder: Path, program: list[str], max_restarts: int, number: int) -> Iterator[Launch]:
+    """The ``number``-th launch of the job in ``folder``."""
     start: dict[str, Callable[[Processes], None]] = {
         "torchrun": lambda processes: _torchrun(processes, program, max_restarts),
         "srun": lambda processes: _like_srun(processes, program, number),
     }
-    with Processes(log) as processes:
+    with Processes(folder / f"launch{number}", {BUSY: str(folder / "busy")}) as processes:
         start[launcher](processes)
         yield Launch(processes, has_agent=launcher == "torchrun", restarts=launcher == "torchrun" and max_restarts > 0)
 

@@ -50,7 +50,10 @@ SETTLE_S = 0.8
 """From the strike's moment to the signal: every rank that will have to wait does, and has told in which phase."""
 SETTLE_RANK_0_S = 2.5
 """The same where rank 0 is killed, which takes the launch's store with it: the others hear of its phase once a second."""
+STAY_S = 5.0
 GO_TIMEOUT_S = 300.0
+BUSY = "FAULT_DRILL_BUSY"
+"""Environment variable: a file; while it exists, the job's reward is at work on a response for a minute."""
 
 
 class Attempt:
@@ -101,7 +104,7 @@ class Attempt:
         return self.rank == (victim if victim is not None and victim in present else present[0])
 
     def strike(self) -> None:
-        """Send SIGKILL to the victim. Returns where that is another process, and does nothing when called again."""
+        """Send SIGKILL to the victim. Where that is another process, stay at this moment for as long as one is let. Once only."""
         assert self.kill is not None
         record = self.folder / f"killed_{self.number}.json"
         if record.exists():
@@ -112,6 +115,7 @@ class Attempt:
         phase = None if victim is None else self._read(f"phase_{self.number}_{victim}")
         self._write(record.name, json.dumps({"time": time.monotonic(), "pid": pid, "phase": phase}))
         os.kill(pid, signal.SIGKILL)
+        time.sleep(STAY_S)  # otherwise this rank would have passed the moment before it hears of the loss
 
     def in_killed_phase(self) -> bool:
         """Whether this rank is where the kill belongs. A save in the background may go on in later phases."""
@@ -173,12 +177,17 @@ def _plant_in_sync(attempt: Attempt, moment: str) -> None:
 
 
 def _plant_in_rollout(attempt: Attempt, moment: str) -> None:
-    from megatron_ppo import rollout_engine
+    from megatron_ppo import reward_pool
     from megatron_ppo.backends.hf import HFBackend
     from megatron_ppo.backends.vllm import VLLMBackend
 
     if moment == "rewards":
-        _on_call(attempt, rollout_engine.RolloutWorker, "_reward", 1)
+
+        def is_busy_from_now(_: object) -> bool:
+            Path(os.environ[BUSY]).touch()
+            return True
+
+        _on_call(attempt, reward_pool.RewardPool, "_hand_out", 1, after=True, where=is_busy_from_now)
         return
 
     def through_hf(backend: Any) -> Any:
@@ -268,6 +277,7 @@ def main() -> int:
     from megatron_ppo.__main__ import main as program
 
     attempt.wait_for_go()
+    Path(os.environ[BUSY]).unlink(missing_ok=True)
     attempt.follow_phases()
     if attempt.strikes_here():
         plant(attempt)
