@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_ppo import device
-from megatron_ppo.backends.megatron_optimizer import StepOutcome, learning_rate
+from megatron_ppo.backends.optimizer_step import StepOutcome, learning_rate
 from megatron_ppo.config import Config
 
 _CLIP_EPSILON = 1e-6

@@ -15,7 +15,7 @@ Left out: rewards, advantages, the loop, files of a checkpoint (``megatron_check
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,13 +26,13 @@ from torch import Tensor
 from megatron_ppo import device
 from megatron_ppo.backends import megatron_checkpoint
 from megatron_ppo.backends.base import LossFunction, LossMetrics, PendingSave, RoleName, StepResult, TrainingBackend
+from megatron_ppo.backends.hf_files import check_same_network, export_network
 from megatron_ppo.backends.megatron_optimizer import MegatronOptimizer
 from megatron_ppo.backends.megatron_schedule import collect_outputs, reduce_metrics, run_schedule
 from megatron_ppo.backends.megatron_setup import configure_schedule, initialize_megatron
 from megatron_ppo.config import Config
-from megatron_ppo.families import Head, NetworkShape, canonical_tensors, network_shape
-from megatron_ppo.resharding.gather import gather_canonical
-from megatron_ppo.resharding.hf_checkpoint import load_hf_weights, write_hf_checkpoint
+from megatron_ppo.families import Head, NetworkShape, network_shape
+from megatron_ppo.resharding.hf_checkpoint import load_hf_weights
 from megatron_ppo.resharding.layout import RankLayout
 from megatron_ppo.resharding.megatron_layout import megatron_layout, training_layouts
 from megatron_ppo.resharding.megatron_mesh import megatron_parallel
@@ -194,24 +194,12 @@ class MegatronBackend(TrainingBackend):
         """
         network = self._network("actor" if role == "critic" and self._config.model.critic == "shared" else role)
         head: Head = "lm" if role == "actor" else "value"
-        shape, rank = network_shape(network.folder), torch.distributed.get_rank()
+        shape = network_shape(network.folder)
         sizes = megatron_parallel(self._config)
         layouts = training_layouts(
             shape, sizes, torch.distributed.get_world_size(), head=network.head, transformer_engine_names=self._fuses_norms
         )
-        names = [tensor.name for tensor in canonical_tensors(shape, head)]
-        stream = gather_canonical(layouts, dict(named_parameters(network.roles)), to=0, names=names)
-        fault: list[str | None] = [None]
-        if rank == 0:
-            try:
-                write_hf_checkpoint(folder, network.folder, _received(stream), head=head)
-            except (ValueError, OSError) as error:
-                fault[0] = str(error)
-        for _ in stream:  # the other ranks send; rank 0, after a fault, lets them come to their end
-            pass
-        torch.distributed.broadcast_object_list(fault, src=0)
-        if fault[0] is not None:
-            raise ValueError(f"export of the {role} to {folder} failed: {fault[0]}")
+        export_network(folder, network.folder, layouts, dict(named_parameters(network.roles)), head)
 
     # -- networks -----------------------------------------------------------------------------------------------------
 
@@ -239,7 +227,7 @@ class MegatronBackend(TrainingBackend):
         shape = network_shape(folder)
         layout = self._layout(shape, head)  # first: it refuses sizes that do not fit, with their equation
         if weights is not None:
-            _check_same_network(shape, folder, network_shape(weights), weights)
+            check_same_network(shape, folder, network_shape(weights), weights)
         roles = list(self._build_roles(shape, head))
         load_hf_weights(weights or folder, layout, dict(named_parameters(roles)), head=head)
         if peak_lr is None:
@@ -355,15 +343,6 @@ class _TokenCount:
         self.num_tokens = int(num_tokens)  # summed over all replicas, in place
 
 
-def _check_same_network(shape: NetworkShape, folder: Path, other: NetworkShape, weights: Path) -> None:
-    """``ValueError`` where weights would be computed with otherwise than they were trained, tensors of equal shapes included."""
-    mine, theirs = vars(shape), vars(other)
-    differing = [name for name in mine if name != "max_position_embeddings" and mine[name] != theirs[name]]
-    if differing:
-        listed = "; ".join(f"{name} is {theirs[name]} there and {mine[name]} here" for name in differing)
-        raise ValueError(f"load_hf {weights} is of another model than model_path {folder}: {listed}")
-
-
 @dataclass(frozen=True)
 class _Pass:
     """The forward pass of one chunk: hidden states, or on the last stage what the head gives."""
@@ -383,12 +362,6 @@ def _keep_scores(output: RoleOutput, batch: MicroBatch) -> tuple[Tensor, Tensor,
     """A score is the scalar head's value at the last real token of the row."""
     nothing, none, named = _keep_outputs(output, batch)
     return nothing, none, {"scores": named["values"].gather(1, batch.lengths[:, None] - 1).squeeze(1)}
-
-
-def _received(stream: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in stream:
-        assert tensor is not None, f"rank 0 asked for {name} and got nothing"
-        yield name, tensor
 
 
 def named_parameters(roles: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:

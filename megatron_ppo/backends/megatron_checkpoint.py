@@ -17,26 +17,34 @@ from __future__ import annotations
 import io
 import json
 import logging
-import math
-import pickle
-import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import numpy
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, TensorStorageMetadata
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
-from megatron_ppo import device
 from megatron_ppo.backends.megatron_optimizer import MASTER
-from megatron_ppo.backends.megatron_shards import NUM_STEPS, Entry, is_written, network_entries, num_steps_entry, sharded_tensor
+from megatron_ppo.backends.megatron_shards import Entry, is_written, network_entries, num_steps_entry, sharded_tensor
+from megatron_ppo.backends.random_states import random_states as process_states
+from megatron_ppo.backends.random_states import read_states, states_bytes, states_file
+from megatron_ppo.backends.random_states import restore_random_states as restore_process_states
 from megatron_ppo.backends.staged_save import PendingSave, StagedFiles
+from megatron_ppo.backends.stored_tensors import (
+    Saved,
+    everywhere,
+    fault_of,
+    first_fault,
+    mismatches,
+    present_roles,
+    reasons,
+    refuse,
+    stored_tensors,
+    together,
+)
 from megatron_ppo.families import network_shape
 
 if TYPE_CHECKING:
@@ -45,15 +53,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MEGATRON_FOLDER = "megatron"
-RANKS_FOLDER = "ranks"
 HF_FOLDER = "hf"
 
 SECOND_NAMES = (".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight")
 """The norm before a mixture has one name with Transformer Engine's layers and another without: ``convert`` stores it under both."""
-
-Result = TypeVar("Result")
-Saved = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""Key -> whole shape and dtype of the tensors of a checkpoint."""
 
 
 # -- save -------------------------------------------------------------------------------------------------------------
@@ -70,11 +73,11 @@ def save(networks: Mapping[str, Network], folder: Path, mesh: Mapping[str, int],
         RuntimeError: a rank could not copy its state; the same on all ranks.
     """
     staged = StagedFiles()
-    entries = _together("copying the state", lambda: _stage_own(networks, mesh, staged), RuntimeError)
+    entries = together("copying the state", lambda: _stage_own(networks, mesh, staged), RuntimeError)
     _stage_tensors(entries, staged)
     pending = PendingSave(folder, staged.contents(), asynchronous=asynchronous)
     if not asynchronous:
-        fault = _first_fault(_fault_of(pending.wait))
+        fault = first_fault(fault_of(pending.wait))
         if fault:
             raise OSError(f"the checkpoint {folder} could not be written: {fault}")
     return pending
@@ -83,7 +86,7 @@ def save(networks: Mapping[str, Network], folder: Path, mesh: Mapping[str, int],
 def _stage_own(networks: Mapping[str, Network], mesh: Mapping[str, int], staged: StagedFiles) -> list[Entry]:
     """What needs no other rank: random states, rank 0's small files, and the list of tensors."""
     rank = dist.get_rank()
-    staged.add(f"{RANKS_FOLDER}/rank_{rank:05d}.safetensors", safetensors_bytes(random_states(), {"mesh": json.dumps(dict(mesh))}))
+    staged.add(states_file(rank), states_bytes(random_states(), mesh))
     if rank == 0:
         common = io.BytesIO()
         torch.save({}, common)  # megatron-core wants this file; all state is in tensors
@@ -103,15 +106,19 @@ def _stage_tensors(entries: Sequence[Entry], staged: StagedFiles) -> None:
     from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
     from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
 
-    by_key: dict[str, list[Any]] = {}
-    for entry in entries:
-        by_key.setdefault(entry.key, []).append(sharded_tensor(entry, entry.tensor))
+    def own_state() -> Any:
+        by_key: dict[str, list[Any]] = {}
+        for entry in entries:
+            by_key.setdefault(entry.key, []).append(sharded_tensor(entry, entry.tensor))
+        return mcore_to_pyt_state_dict(by_key)
+
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    state = together("copying the state", own_state, RuntimeError)
     try:
-        plan, *_ = save_state_dict_async_plan(mcore_to_pyt_state_dict(by_key), _StagingWriter(staged), None, 0, planner=planner)
+        plan, *_ = save_state_dict_async_plan(state, _StagingWriter(staged), None, 0, planner=planner)
         save_state_dict_async_finalize(*plan)
     except CheckpointException as error:  # no Exception of Python's: nobody above expects it
-        raise RuntimeError(f"the state could not be copied for a checkpoint: {_reasons(error) or 'another rank failed'}") from error
+        raise RuntimeError(f"the state could not be copied for a checkpoint: {reasons(error) or 'another rank failed'}") from error
 
 
 class _StagingWriter(FileSystemWriter):
@@ -151,11 +158,11 @@ def load(networks: Mapping[str, Network], folder: Path, mesh: Mapping[str, int])
             be read. The same on all ranks, and nothing has changed.
     """
     entries, steps = _own_entries(networks)
-    saved = _together(f"reading {folder}", lambda: _read_index(folder))
-    _refuse(folder, _mismatches(_everywhere(entries), saved))
+    saved = together(f"reading {folder}", lambda: _read_index(folder))
+    refuse(folder, mismatches(everywhere(_described(entries)), saved))
     loaded = _read_tensors(folder, entries)
-    states = _together(f"reading {folder}", lambda: _read_random_states(folder, mesh))
-    _refuse(folder, _first_fault(_master_fault(entries, loaded)))
+    states = together(f"reading {folder}", lambda: read_states(folder, mesh))
+    refuse(folder, first_fault(_master_fault(entries, loaded)))
     _copy(entries, loaded)
     for role, network in networks.items():
         assert network.optimizer is not None
@@ -170,24 +177,21 @@ def load_weights(networks: Mapping[str, Network], folder: Path) -> None:
     ``folder`` is what ``convert`` made, or a training checkpoint. A role that it lacks keeps its weights, and so does a scalar head.
     Collective over the training mesh; errors are those of ``load``.
     """
-    saved = _together(f"reading {folder}", lambda: _read_index(folder))
-    present = {role: network for role, network in networks.items() if any(key.startswith(f"{role}.model.") for key in saved)}
-    if not present:
-        found = sorted({key.split(".")[0] for key in saved})
-        raise ValueError(f"{folder} holds no weights of {' or '.join(networks)}, but of: {', '.join(found) or 'nothing'}")
+    saved = together(f"reading {folder}", lambda: _read_index(folder))
+    present = {role: networks[role] for role in present_roles(list(networks), saved, folder)}
     absent = sorted(set(networks) - set(present))
     if absent and dist.get_rank() == 0:
         logger.warning("%s holds no weights of the %s, which starts from the Hugging Face folder of the configuration", folder, absent[0])
     entries = [entry for entry in _own_entries(present)[0] if ".model." in entry.key]
-    wanted = _everywhere(entries)
+    wanted = everywhere(_described(entries))
     roles = tuple(f"{role}.model." for role in present)
     offered = {key: value for key, value in saved.items() if key.startswith(roles)}
     optional = {key for key in set(wanted) ^ set(offered) if key.split(".model.")[1].startswith("value_head.")}
     optional |= {key for key in set(offered) - set(wanted) if key.endswith(SECOND_NAMES)}
     wanted = {key: value for key, value in wanted.items() if key not in optional}
     offered = {key: value for key, value in offered.items() if key not in optional}
-    vocabulary = _together(f"reading {folder}", lambda: _converted_vocabulary(folder))
-    _refuse(folder, _mismatches(_any_padding(wanted, offered, vocabulary), offered, any_dtype=True))
+    vocabulary = together(f"reading {folder}", lambda: _converted_vocabulary(folder))
+    refuse(folder, mismatches(_any_padding(wanted, offered, vocabulary), offered, any_dtype=True))
     entries = [entry for entry in entries if entry.key in wanted]
     _copy(entries, _read_tensors(folder, entries))
     for network in present.values():
@@ -212,52 +216,11 @@ def _read_index(folder: Path) -> Saved:
     for name in ("metadata.json", "common.pt", ".metadata"):
         if not (path / name).is_file():
             raise ValueError(f"{path / name} is missing: this is no checkpoint in megatron-core's distributed format")
-    saved: Saved = {}
-    for key, value in FileSystemReader(path).read_metadata().state_dict_metadata.items():
-        if not isinstance(value, TensorStorageMetadata):
-            continue  # a pickled object of another writer: never opened
-        held = sum(math.prod(chunk.sizes) for chunk in value.chunks)
-        if held != math.prod(value.size):
-            raise ValueError(f"{key} of shape {tuple(value.size)} has {math.prod(value.size)} elements, but {path} holds {held} of them")
-        saved[key] = (tuple(value.size), value.properties.dtype)
-    return saved
+    return stored_tensors(path)
 
 
-def _everywhere(entries: Sequence[Entry]) -> Saved:
-    """What all ranks together want."""
-    own = {entry.key: (entry.global_shape, entry.tensor.dtype) for entry in entries}
-    wanted: list[Saved] = [{}] * dist.get_world_size()
-    dist.all_gather_object(wanted, own)
-    return {key: value for part in wanted for key, value in part.items()}
-
-
-def _mismatches(wanted: Saved, saved: Saved, *, any_dtype: bool = False) -> str:
-    """Names and numbers of everything that does not fit; empty: nothing."""
-    faults = []
-    for text, keys in (("lacks", sorted(wanted.keys() - saved.keys())), ("also holds", sorted(saved.keys() - wanted.keys()))):
-        if keys:
-            faults.append(f"it {text} {_listed(keys)}{_hint(keys)}")
-    for key in sorted(wanted.keys() & saved.keys()):
-        (shape, dtype), (saved_shape, saved_dtype) = wanted[key], saved[key]
-        if shape != saved_shape:
-            faults.append(f"{key} is {saved_shape} there and {shape} here")
-        elif dtype != saved_dtype and not any_dtype:
-            faults.append(f"{key} is {saved_dtype} there and {dtype} here (params_dtype)")
-    more = f"\n  - and {len(faults) - 8} more" if len(faults) > 8 else ""
-    return "".join(f"\n  - {fault}" for fault in faults[:8]) + more
-
-
-def _listed(keys: Sequence[str]) -> str:
-    return ", ".join(keys[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
-
-
-def _hint(keys: Sequence[str]) -> str:
-    """The setting that decides about these tensors, where there is one."""
-    if any(key.endswith(f".optimizer.{NUM_STEPS}") for key in keys):
-        return " (weights without an optimizer, or a role that only one of the two trains: model.critic)"
-    if any(".optimizer." in key for key in keys):
-        return " (optimizer, params_dtype)"
-    return ""
+def _described(entries: Sequence[Entry]) -> Saved:
+    return {entry.key: (entry.global_shape, entry.tensor.dtype) for entry in entries}
 
 
 def _any_padding(wanted: Saved, offered: Saved, vocabulary: int | None) -> Saved:
@@ -292,7 +255,7 @@ def _read_tensors(folder: Path, entries: Sequence[Entry]) -> list[Tensor]:
     try:
         loaded = megatron_load(state, str(folder / MEGATRON_FOLDER), validate_access_integrity=False)
     except (CheckpointException, CheckpointingException) as error:
-        raise ValueError(f"{folder} cannot be read: {_reasons(error)}") from error
+        raise ValueError(f"{folder} cannot be read: {reasons(error)}") from error
     return [loaded[str(number)].reshape(-1) for number in range(len(entries))]
 
 
@@ -330,109 +293,18 @@ def _copy(entries: Sequence[Entry], loaded: Sequence[Tensor]) -> None:
 
 
 def random_states() -> dict[str, Tensor]:
-    """All random states of this process, as uint8 tensors on the CPU."""
+    """All random states of this process, megatron-core's tracker included, as uint8 tensors on the CPU."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    kind, keys, position, has_gauss, gauss = numpy.random.get_state()
-    version, internal, next_gauss = random.getstate()
-    states = {
-        "torch": torch.get_rng_state(),
-        "numpy": _json_tensor([str(kind), numpy.asarray(keys).tolist(), position, has_gauss, gauss]),
-        "python": _json_tensor([version, internal, next_gauss]),
-    }
-    if device.has_cuda():
-        states["cuda"] = torch.cuda.get_rng_state()
-    for name, state in get_cuda_rng_tracker().get_states().items():
-        states[f"tracker.{name}"] = state.cpu().clone()
-    return states
+    tracked = get_cuda_rng_tracker().get_states().items()
+    return process_states() | {f"tracker.{name}": state.cpu().clone() for name, state in tracked}
 
 
 def restore_random_states(states: Mapping[str, Tensor]) -> None:
     """Inverse of ``random_states``."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    torch.set_rng_state(states["torch"])
-    kind, keys, position, has_gauss, gauss = _json_value(states["numpy"])
-    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, gauss))
-    version, internal, next_gauss = _json_value(states["python"])
-    random.setstate((version, tuple(internal), next_gauss))
-    if device.has_cuda() and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
+    restore_process_states(states)
     prefix = "tracker."
     tracker = get_cuda_rng_tracker()
     tracker.set_states({name.removeprefix(prefix): state for name, state in states.items() if name.startswith(prefix)})
-
-
-def _json_tensor(value: object) -> Tensor:
-    """JSON keeps integers and, by shortest digits, floats exactly."""
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _json_value(tensor: Tensor) -> Any:
-    return json.loads(tensor.numpy().tobytes())
-
-
-def _read_random_states(folder: Path, mesh: Mapping[str, int]) -> dict[str, Tensor] | None:
-    """This rank's, where the mesh is the one they were saved on."""
-    saved = _open_states(folder, 0).metadata().get("mesh", "{}")
-    if json.loads(saved) != dict(mesh):
-        if dist.get_rank() == 0:
-            logger.warning("random states are seeded anew: saved with %s, now %s", mesh_text(json.loads(saved)), mesh_text(mesh))
-        return None
-    states = _open_states(folder, dist.get_rank())
-    return {name: states.get_tensor(name) for name in states.keys()}  # noqa: SIM118  not a dict
-
-
-def _open_states(folder: Path, rank: int) -> Any:
-    path = folder / RANKS_FOLDER / f"rank_{rank:05d}.safetensors"
-    try:
-        return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-
-
-def mesh_text(mesh: Mapping[str, int]) -> str:
-    """``TP2 PP1 DP4``: sizes by the names of their axes."""
-    return " ".join(f"{name.upper()}{size}" for name, size in mesh.items())
-
-
-# -- all ranks alike --------------------------------------------------------------------------------------------------
-
-
-def _together(doing: str, work: Callable[[], Result], error: type[Exception] = ValueError) -> Result:
-    """The result of ``work``, or the first rank's fault as an ``error`` on all ranks. Collective; ``work`` is not."""
-    result: list[Result] = []
-    fault = _first_fault(_fault_of(lambda: result.append(work())))
-    if fault:
-        raise error(f"{doing} failed: {fault}")
-    return result[0]
-
-
-def _fault_of(work: Callable[[], None]) -> str:
-    """What ``work`` raised, in words: an exception on one rank alone would leave the others waiting in their next collective."""
-    try:
-        work()
-    except (OSError, ValueError, RuntimeError, KeyError, EOFError, MemoryError, pickle.UnpicklingError) as error:
-        return str(error) or repr(error)
-    return ""
-
-
-def _first_fault(fault: str) -> str:
-    """The fault of the lowest rank that has one, with its number; empty: none has. Collective."""
-    faults = [""] * dist.get_world_size()
-    dist.all_gather_object(faults, fault)
-    return next((f"rank {rank}: {text}" for rank, text in enumerate(faults) if text), "")
-
-
-def _refuse(folder: Path, faults: str) -> None:
-    """``faults`` is the same on all ranks."""
-    if faults:
-        raise ValueError(f"the checkpoint {folder} does not fit this run, and nothing of it was loaded: {faults}")
-
-
-def _reasons(error: BaseException) -> str:
-    """The ranks' own words in torch's exception of a distributed save or load."""
-    failures = getattr(error, "failures", None)
-    if not failures:
-        return str(error)
-    return "; ".join(f"rank {rank}: {failure[0] if isinstance(failure, tuple) else failure}" for rank, failure in sorted(failures.items()))

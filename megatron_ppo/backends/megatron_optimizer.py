@@ -16,36 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_ppo.config import Config, OptimizerConfig
-
-
-def learning_rate(num_steps: int, peak: float, optimizer: OptimizerConfig, num_optimizer_steps: int) -> float:
-    """Learning rate of the step that follows ``num_steps`` finished optimizer steps.
-
-    Linear warm-up without a step at 0: step number ``lr_warmup_steps`` and the one after it run at ``peak``. Then linear or cosine decay
-    (arXiv:1608.03983 without restarts), which reaches ``min_lr`` when ``num_optimizer_steps`` are finished and stays there.
-    """
-    warmup = optimizer.lr_warmup_steps
-    if num_steps < warmup:
-        return peak * (num_steps + 1) / warmup
-    if optimizer.lr_decay_style == "constant":
-        return peak
-    done = min(1.0, (num_steps - warmup) / max(1, num_optimizer_steps - warmup))
-    share = 1.0 - done if optimizer.lr_decay_style == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return optimizer.min_lr + (peak - optimizer.min_lr) * share
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """What one call of ``MegatronOptimizer.step`` did, equal on all ranks."""
-
-    grad_norm: float
-    """Global norm before clipping."""
-    lr: float
-    """Learning rate of this step."""
-    skipped: bool
-    """True where no rank changed a weight."""
-
+from megatron_ppo.backends.optimizer_step import StepOutcome, learning_rate
+from megatron_ppo.config import Config
 
 MASTER = "master"
 """Name under which a parameter's fp32 copy is saved; a parameter that is fp32 itself has none."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_ppo import device
 from megatron_ppo.backends.base import LossMetrics
+from megatron_ppo.backends.loss_metrics import mean_metrics
 from megatron_ppo.types import MicroBatch, RoleOutput
 
 Compute = Callable[[Any, MicroBatch], Any]
@@ -38,7 +39,7 @@ def run_schedule(
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    local = [to_device(batch) for batch in micro_batches]
+    local = [batch.to(device.device()) for batch in micro_batches]
     b, length = max(x.tokens.shape[0] for x in local), max(x.tokens.shape[1] for x in local)
     # The interleaved schedule passes tensors of one shape (see megatron_setup.configure_schedule).
     padded = [pad_micro_batch(batch, b, length) for batch in local] if len(chunks) > 1 else local
@@ -77,13 +78,6 @@ def pad_micro_batch(batch: MicroBatch, num_rows: int, length: int) -> MicroBatch
         else:
             changed[field.name] = torch.nn.functional.pad(tensor, (0, num_rows - rows), value=1 if field.name == "lengths" else -1)
     return dataclasses.replace(batch, **changed)
-
-
-def to_device(batch: MicroBatch) -> MicroBatch:
-    """``batch`` with its tensors on this rank's device."""
-    where = device.device()
-    moved = {field.name: tensor.to(where) for field in dataclasses.fields(batch) if (tensor := getattr(batch, field.name)) is not None}
-    return dataclasses.replace(batch, **moved)
 
 
 def context_part(batch: MicroBatch) -> MicroBatch:
@@ -178,17 +172,7 @@ def reduce_metrics(metrics: Sequence[LossMetrics]) -> dict[str, float]:
         and parallel_state.get_tensor_model_parallel_rank() == 0
         and parallel_state.get_context_parallel_rank() == 0
     )
-    local: dict[str, list[float]] = {}
-    for named in metrics if counts else ():
-        for name, pair in named.items():
-            total, count = pair.detach().double().tolist()
-            entry = local.setdefault(name, [0.0, 0.0])
-            entry[0], entry[1] = entry[0] + total, entry[1] + count
-    everywhere: list[dict[str, list[float]]] = [{} for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather_object(everywhere, local)
-    names = sorted({name for part in everywhere for name in part})
-    sums = {name: [sum(part[name][i] for part in everywhere if name in part) for i in (0, 1)] for name in names}
-    return {name: total / count for name, (total, count) in sums.items() if count > 0}
+    return mean_metrics(metrics if counts else ())
 
 
 def _finish_cropped(finish: Finish, batch: MicroBatch, output: Any) -> tuple[Tensor, Tensor, Any]:

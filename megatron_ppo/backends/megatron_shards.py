@@ -29,12 +29,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from megatron_ppo.backends.megatron_optimizer import MegatronOptimizer
+from megatron_ppo.backends.stored_tensors import NUM_STEPS
 
 if TYPE_CHECKING:
     from megatron_ppo.backends.megatron import Network
-
-NUM_STEPS = "num_steps"
-"""Last part of the key of an optimizer's count of finished steps, int64 [1]. A converted checkpoint has none."""
 
 
 @dataclass(frozen=True)

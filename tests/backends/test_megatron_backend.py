@@ -8,9 +8,9 @@ import itertools
 import pytest
 import torch
 
-from megatron_ppo.backends.megatron_optimizer import learning_rate
 from megatron_ppo.backends.megatron_schedule import pad_micro_batch
 from megatron_ppo.backends.megatron_setup import check_settings
+from megatron_ppo.backends.optimizer_step import learning_rate
 from megatron_ppo.config import Config, OptimizerConfig
 from megatron_ppo.families import NetworkShape
 from megatron_ppo.resharding.megatron_layout import check_megatron
