@@ -235,7 +235,12 @@ class CheckpointFolder:
         write_synced(prepared, f"{target.name}\n")
         if target.exists() or target.is_symlink():  # saved before: this run has gone back to an older one
             self._set_aside(target)
-        self.temporary(iteration).rename(target)
+        try:
+            self.temporary(iteration).rename(target)
+        except OSError:
+            if _deleting(target).is_dir():  # the older one keeps its name
+                _deleting(target).rename(target)
+            raise
         sync_path(self.root)
         prepared.replace(self.root / LATEST)
         sync_path(self.root)

@@ -117,7 +117,10 @@ class Checkpointer:
             self._give_up(writing.iteration, fault, must=must)
 
     def export_hf(self, name: str, *, must: bool) -> None:
-        """Write the actor in Hugging Face format to ``RUN_DIR/NAME``, in place of an export of that name. ``RuntimeError`` if it ``must``."""
+        """Write the actor in Hugging Face format to ``RUN_DIR/NAME``, in place of an export of that name.
+
+        A failure is said, and with ``must`` raised (``RuntimeError``).
+        """
         target = Path(self._config.logging.run_dir) / name
         partial = target.with_name(f".{name}.tmp")
         fault = ""

@@ -39,19 +39,23 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from safetensors import SafetensorError
 from torch import Tensor
 
-from megatron_ppo.checkpoint_manifest import files_of, sync_files, write_manifest
+from megatron_ppo.checkpoint import STATE_FILE
+from megatron_ppo.checkpoint_manifest import COMPLETE, files_of, sync_files, sync_path, write_manifest
 from megatron_ppo.conversion_source import SIDECARS, STORE, Role, Source, check_source, find_source, sidecar_folder
 from megatron_ppo.families import EMBEDDING, LM_HEAD, SCORE_HEAD, Head, NetworkShape, canonical_tensors, layer_tensors, network_shape
 from megatron_ppo.gguf import unpack_gguf
 from megatron_ppo.megatron_store import MegatronStore, StoredNetwork, has_value_head, open_slabs, stored_bytes, stored_slabs, write_store
 from megatron_ppo.resharding.hf_checkpoint import HFCheckpoint, check_heads, copy_sidecars, write_hf_checkpoint
 from megatron_ppo.resharding.layout import Ranges, box_shape
+from megatron_ppo.run_folder import replace_folder
 
 PROGRAM = "megatron_ppo convert"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HEADS: dict[Role, Head] = {"actor": "lm", "critic": "value", "reward": "score"}
 LEAST_BYTES = 512 << 20
 """Of a shard that is written, and of what is read from a mapped file before it is closed; one decoder layer where that is more."""
+MARKER = ".converted"
+"""File in a Hugging Face folder that ``convert`` has made: only such a one is replaced by ``--force``."""
 _SHOWN = 20
 
 
@@ -302,10 +306,11 @@ def _new_folder(target: Path, source: Source, *, force: bool) -> Iterator[Path]:
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
         if not force:
             raise ValueError(f"--target {target} exists; name another, or remove it")
-        if not any((target / name).is_file() for name in ("COMPLETE", "config.json")) or (target / "state.json").exists():
-            raise ValueError(f"--target {target} is nothing that convert has made, and --force does not replace it; remove it by hand")
         if source.path.resolve().is_relative_to(target.resolve()):
             raise ValueError(f"--target {target} holds the source; name another")
+        is_ours = (target / MARKER).is_file() or ((target / COMPLETE).is_file() and not (target / STATE_FILE).exists())
+        if not is_ours:
+            raise ValueError(f"--target {target} is nothing that convert has made, and --force does not replace it; remove it by hand")
         _say(f"{target} exists and will be replaced (--force)")
     partial = target.with_name(f".{target.name}.partial")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -315,25 +320,13 @@ def _new_folder(target: Path, source: Source, *, force: bool) -> Iterator[Path]:
         raise ValueError(f"{partial} exists: another convert is writing it, or one was killed; remove it if there is no other") from None
     try:
         yield partial
-        _replace(partial, target)
+        if not (partial / COMPLETE).is_file():
+            (partial / MARKER).touch()
+        replace_folder(partial, target)
+        sync_path(target.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def _replace(partial: Path, target: Path) -> None:
-    if target.is_dir() and any(target.iterdir()):
-        old = target.with_name(f".{target.name}.replaced")
-        target.rename(old)
-        partial.rename(target)
-        shutil.rmtree(old)
-    else:
-        partial.rename(target)  # an empty folder gives way
-    handle = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # -- output -----------------------------------------------------------------------------------------------------------

@@ -222,7 +222,8 @@ class WandbSink:
             settings=wandb.Settings(console="off", silent=True),
         )
 
-        self._run.define_metric("*", step_metric="iteration")  # its own step only grows, so that iterations that are redone would be dropped
+        # Its own step only grows, so that iterations that are done again after a crash would be dropped.
+        self._run.define_metric("*", step_metric="iteration")
         self.run_id = str(self._run.id)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:

@@ -95,7 +95,7 @@ def read_launch(folder: Path) -> LaunchRecord | None:
 
 
 def drop_later_records(file: Path, num_iterations: int) -> None:
-    """Keep the records of a JSONL file whose ``iteration`` is below ``num_iterations``; lines that a crash has spoilt go, and are counted."""
+    """Keep the records of a JSONL file whose ``iteration`` is below ``num_iterations``; lines that a crash has spoilt go, counted."""
     kept, spoilt = [], 0
     for line in file.read_bytes().split(b"\n")[:-1] if file.exists() else []:  # the last part is empty, or a line that was cut off
         try:

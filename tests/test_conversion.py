@@ -298,6 +298,8 @@ def test_targets_are_never_overwritten_silently(tmp_path: Path, capsys: pytest.C
     mine.mkdir()
     (mine / "thesis.txt").write_text("years of work")
     assert "nothing that convert has made, and --force does not replace it" in refusal(source, mine, capsys, "--force")
+    downloaded = make_toy(tmp_path / "downloaded", seed=2)
+    assert "nothing that convert has made" in refusal(target, downloaded, capsys, "--force", "--to", "hf")
     assert "holds the source" in refusal(source, source, capsys, "--force", "--to", "megatron")
     (tmp_path / ".fresh.partial").mkdir()
     assert "another convert is writing it, or one was killed" in refusal(source, tmp_path / "fresh", capsys)

@@ -18,6 +18,8 @@ from typing import cast
 
 from torch.distributed.checkpoint.filesystem import FileSystemBase
 
+from megatron_ppo.checkpoint_manifest import sync_path
+
 _WRITE_BYTES = 64 * 2**20
 """Bytes handed to the operating system in one call."""
 
@@ -113,7 +115,7 @@ class PendingSave:
                 # Popped: the memory of a file is free as soon as it is written.
                 _write(self._folder / path, self._staged.pop(path))
             for parent in sorted({(self._folder / path).parent for path in self.files} | {self._folder}):
-                _sync_folder(parent)
+                sync_path(parent)
         except BaseException as error:  # raised again by wait(): in a thread nobody else would see it
             self._error = error
             self._staged.clear()
@@ -127,12 +129,3 @@ def _write(path: Path, content: io.BytesIO) -> None:
         while start < len(view):
             start += file.write(view[start : start + _WRITE_BYTES])
         os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    """Names of new files are on the disk only when their folder is."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
