@@ -173,7 +173,7 @@ def differences(expected: Path, found: Path, num_iterations: int) -> list[str]:
 
 
 def saved_tensors(folder: Path) -> dict[str, Any]:
-    """Everything in a ``megatron/`` or ``fsdp/`` folder by its name: whole tensors, the objects of ``common.pt``. Needs no process group."""
+    """Everything in a ``megatron/`` or ``fsdp/`` folder by name: whole tensors, the objects of ``common.pt``. Needs no process group."""
     reader = dcp.FileSystemReader(folder)
     entries = reader.read_metadata().state_dict_metadata
     state: dict[str, Any] = {
