@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import pickle
 import re
-import shutil
-import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -110,17 +107,10 @@ def _names_the_loss(stop: Stop, rank: int) -> bool:
 
 
 def newest_iteration(run_dir: Path) -> int:
-    """Finished iterations of the checkpoint that a resume takes; 0 where it begins anew.
-
-    The program's own answer, asked of a copy: what it finds it also puts in order.
-    """
-    root = run_dir / "checkpoints"
-    if not root.is_dir():
-        return 0
-    with tempfile.TemporaryDirectory(dir=run_dir.parent, prefix="copy_") as folder:
-        copy = Path(shutil.copytree(root, Path(folder) / "checkpoints", copy_function=os.link))
-        newest = CheckpointFolder(copy, None).newest_complete()
-        return 0 if newest is None else int(newest.name.removeprefix("iter_"))
+    """Finished iterations of the checkpoint that a resume takes, by the program's own answer; 0 where it begins anew."""
+    newest = CheckpointFolder(run_dir / "checkpoints", None).newest_complete()
+    # One that was killed just before it got its name is complete, too: .iter_0000002.tmp
+    return 0 if newest is None else int(newest.name.removeprefix(".").removeprefix("iter_").removesuffix(".tmp"))
 
 
 def checkpoint_faults(run_dir: Path) -> list[str]:
@@ -173,7 +163,7 @@ def differences(expected: Path, found: Path, num_iterations: int) -> list[str]:
 
 
 def saved_tensors(folder: Path) -> dict[str, Any]:
-    """Everything in a ``megatron/`` or ``fsdp/`` folder by name: whole tensors, the objects of ``common.pt``. Needs no process group."""
+    """All of a ``megatron/`` or ``fsdp/`` folder by name: whole tensors, the objects of ``common.pt``. Needs no process group."""
     reader = dcp.FileSystemReader(folder)
     entries = reader.read_metadata().state_dict_metadata
     state: dict[str, Any] = {
