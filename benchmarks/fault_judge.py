@@ -174,8 +174,7 @@ def saved_tensors(folder: Path) -> dict[str, Any]:
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose: one process reads everything
         dcp.load(state, storage_reader=reader, no_dist=True)
     if (folder / "common.pt").exists():
-        # The drill wrote it itself, minutes ago.
-        state["common.pt"] = torch.load(folder / "common.pt", weights_only=False)
+        state["common.pt"] = torch.load(folder / "common.pt")
     return state
 
 
