@@ -46,7 +46,7 @@ def draw_png(traffic: RefitTraffic, path: Path) -> None:
     scale = _axes(figure, _LEFT + width + _GAP + _BAR + 0.55, _BOTTOM, 0.16, min(height, 4.5))
     image = _draw_matrix(matrix, cells)
     _colour_scale(figure, image, scale, cells)
-    _draw_borders(matrix, senders, traffic.rollout)
+    _draw_borders(matrix, senders, traffic.rollout, traffic)
     _label(matrix, senders, traffic)
     _draw_sums(sent, received, senders, traffic.rollout)
     _draw_title(figure, traffic)
@@ -99,8 +99,8 @@ def _tick_text(size: float, position: int) -> str:
     return size_text(int(size)).replace(".00", "")
 
 
-def _draw_borders(axes: Axes, senders: Sequence[RankRow], receivers: Sequence[RankRow]) -> None:
-    for rows, part, line in ((senders, "pp", axes.axhline), (receivers, "replica", axes.axvline)):
+def _draw_borders(axes: Axes, senders: Sequence[RankRow], receivers: Sequence[RankRow], traffic: RefitTraffic) -> None:
+    for rows, part, line in ((senders, "copy" if traffic.fsdp_shard_size else "pp", axes.axhline), (receivers, "replica", axes.axvline)):
         width = min(0.9, _extent(len(rows)) * 72 / len(rows) / 6)  # thin beside the cells
         for numbers, style in (([row.place[part] for row in rows], _PART), ([row.node for row in rows], _NODE)):
             for at in _borders(numbers):
@@ -186,7 +186,7 @@ def _draw_title(figure: Figure, traffic: RefitTraffic) -> None:
     figure.text(0.02, 1 - 0.1 / height, "\n".join(lines), ha="left", va="top", fontsize=8.5, linespacing=1.4)
     marks = [
         Line2D([], [], **_NODE, label=f"border of nodes of {traffic.ranks_per_node} ranks"),
-        Line2D([], [], **_PART, label="border of pipeline stages, of replicas"),
+        Line2D([], [], **_PART, label=f"border of {'copies' if traffic.fsdp_shard_size else 'pipeline stages'}, of replicas"),
     ]
     place = (0.02, 1 - 1.05 / height)
     figure.legend(handles=marks, loc="upper left", bbox_to_anchor=place, ncols=2, fontsize=7, frameon=False, borderaxespad=0)

@@ -70,6 +70,8 @@ class RefitTraffic:
 
     network: NetworkShape
     parallel: MegatronParallel
+    fsdp_shard_size: int | None
+    """Training ranks that share one copy of the model under FSDP; None: the backend is megatron."""
     bytes_per_element: int
     replica_size: int
     """Ranks of one rollout replica."""
@@ -96,8 +98,10 @@ class RefitTraffic:
 
     @property
     def training_mesh(self) -> str:
-        """``TP 8 x PP 16 x CP 1 x DP 8``, and how the experts lie, where there are some."""
+        """``TP 8 x PP 16 x CP 1 x DP 8``, and how the experts lie, where there are some. FSDP: copies x shards."""
         p, num_ranks = self.parallel, len(self.training)
+        if self.fsdp_shard_size is not None:
+            return f"FSDP, {num_ranks // self.fsdp_shard_size} x {self.fsdp_shard_size} shards"
         dense = (p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size)
         text = f"TP {dense[0]} x PP {dense[1]} x CP {dense[2]} x DP {num_ranks // math.prod(dense)}"
         if not self.network.num_experts:
@@ -188,10 +192,16 @@ def refit_traffic(plan: ReshardPlan, config: Config, *, ranks_per_node: int) -> 
     for group in plan.groups:
         for rank in group.destinations:
             matrix[group.source, rank - num_training] += group.num_elements * plan.bytes_per_element
+    shard_size = config.fsdp_shards(num_training) if config.parallel.backend == "fsdp" else None
     rows = []
     for rank, traffic in plan.summary(config.parallel.bucket_bytes).items():
         is_training = rank < num_training
-        place = _training_place(rank, num_training, network, parallel) if is_training else _rollout_place(rank - num_training, replica_size)
+        if not is_training:
+            place = _rollout_place(rank - num_training, replica_size)
+        elif shard_size is not None:
+            place = {"copy": rank // shard_size, "shard": rank % shard_size}
+        else:
+            place = _training_place(rank, num_training, network, parallel)
         shard = 0 if is_training else _shard_elements(plan.destination_shapes[rank], network.vocab_size, place["tp"])
         rows.append(
             RankRow(
@@ -211,6 +221,7 @@ def refit_traffic(plan: ReshardPlan, config: Config, *, ranks_per_node: int) -> 
     return RefitTraffic(
         network=network,
         parallel=parallel,
+        fsdp_shard_size=shard_size,
         bytes_per_element=plan.bytes_per_element,
         replica_size=replica_size,
         whole_experts=config.rollout_expert_parallel,

@@ -138,6 +138,10 @@ def _run_rank(config: Config, options: Options) -> int:
 def _build(config: Config, world: World) -> TrainingBackend | InferenceBackend:
     """This rank's backend; ``InputError`` where settings or folder do not fit it."""
     try:
+        if world.is_training and config.parallel.backend == "fsdp":
+            from megatron_ppo.backends.fsdp import FSDPBackend
+
+            return FSDPBackend(config, num_optimizer_steps=1)
         if world.is_training:
             from megatron_ppo.backends.megatron import MegatronBackend  # rollout ranks never import megatron-core
 
@@ -166,7 +170,7 @@ def _print(report: Report, world: World, config: Config) -> None:
         console.print(f"verify: {fault}", soft_wrap=True)
     if len(report.faults) > _SHOWN:
         console.print(f"verify: and {len(report.faults) - _SHOWN} more")
-    if config.model.params_dtype == "bfloat16":
+    if config.model.params_dtype == "bfloat16" and config.parallel.backend == "megatron":  # FSDP's shards are fp32
         console.print("verify: the folder was read through bfloat16 (params_dtype), as the trainer reads it", soft_wrap=True)
     if report.faults:
         console.print(f"verify: FAILED, {len(report.faults)} faults", soft_wrap=True)

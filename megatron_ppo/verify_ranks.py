@@ -135,7 +135,7 @@ class _Part:
         self._label = label
         self._network = network_shape(config.model.model_path)
         self._bridges: list[Bridge] = []
-        self._params_dtype = getattr(torch, config.model.params_dtype)
+        self._held_dtype = torch.float32 if config.parallel.backend == "fsdp" else getattr(torch, config.model.params_dtype)
         self._log_probs: dict[str, float] = {}
 
     def connect(self, weights: dict[str, Tensor]) -> None:
@@ -174,11 +174,7 @@ class _Part:
 
     def train(self, backend: TrainingBackend) -> RankReport:
         """Send both rounds both ways."""
-        place = rank_coordinates(self._world.rank, self._world.mesh_size, megatron_parallel(self._config))
-        axes = [f"TP {place.tp}", f"PP {place.pp}", f"DP {place.dp}"]
-        axes += [f"CP {place.cp}"] if self._config.parallel.context_parallel_size > 1 else []
-        axes += [f"EP {place.ep}"] if self._config.parallel.expert_model_parallel_size > 1 else []
-        report = RankReport(self._world.global_rank, "training", " ".join(axes))
+        report = RankReport(self._world.global_rank, "training", _training_place(self._config, self._world))
         with self._phase("verify: exact, weights of the folder"):
             report.bytes_sent = self._executor.send(backend.weights()).bytes_sent
         with self._phase("verify: log-probs"):
@@ -198,7 +194,7 @@ class _Part:
         stream = gather_canonical(layouts, backend.weights(), to=0, names=list(wanted), shapes=wanted, check_replicas=True)
         for name, tensor in stream:
             if self._is_first:
-                assert tensor is not None and tensor.dtype == self._params_dtype, f"{name} is not held in {self._params_dtype}"
+                assert tensor is not None and tensor.dtype == self._held_dtype, f"{name} is not held in {self._held_dtype}"
                 assert self._full is not None
                 self._full.broadcast(tensor, self._world.global_rank)
 
@@ -270,7 +266,7 @@ class _Part:
     def _receive_full(self) -> Iterator[tuple[str, Tensor]]:
         assert self._full is not None
         for tensor in canonical_tensors(self._network):
-            full = torch.empty(tensor.shape, dtype=self._params_dtype, device=device.device())
+            full = torch.empty(tensor.shape, dtype=self._held_dtype, device=device.device())
             self._full.broadcast(full, self._world.training_ranks[0])
             yield tensor.name, full
 
@@ -279,7 +275,7 @@ class _Part:
         checkpoint = HFCheckpoint(Path(self._config.model.model_path))
         wanted = {tensor.name for tensor in canonical_tensors(self._network)} | {LM_HEAD}  # not the rotary buffers of old checkpoints
         for name in checkpoint.shapes.keys() & wanted:
-            yield name, checkpoint.read(name).to(self._params_dtype)
+            yield name, checkpoint.read(name).to(self._held_dtype)
 
     def _sample(self, backend: InferenceBackend) -> None:
         r, generator = self._config.rollout, torch.Generator().manual_seed(self._config.training.seed)
@@ -413,3 +409,15 @@ def _as_batch(samples: Sequence[tuple[list[int], list[int], list[float]]]) -> Tr
         sample_indices=torch.zeros(num, dtype=torch.int64),
         version=0,
     )
+
+
+def _training_place(config: Config, world: World) -> str:
+    """``TP 0 PP 1 DP 0``, or of FSDP ``copy 0 shard 1``."""
+    if config.parallel.backend == "fsdp":
+        copy, shard = divmod(world.rank, config.fsdp_shards(world.mesh_size))
+        return f"copy {copy} shard {shard}"
+    place = rank_coordinates(world.rank, world.mesh_size, megatron_parallel(config))
+    axes = [f"TP {place.tp}", f"PP {place.pp}", f"DP {place.dp}"]
+    axes += [f"CP {place.cp}"] if config.parallel.context_parallel_size > 1 else []
+    axes += [f"EP {place.ep}"] if config.parallel.expert_model_parallel_size > 1 else []
+    return " ".join(axes)

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from toy_models import make_toy
 from train_support import PROGRAM, Processes, make_inputs, read_lines, tiny_flags, warnings_in
 
 from benchmarks.fault_judge import differences, saved_tensors
+from megatron_ppo.__main__ import main
 
 LAUNCH_TIMEOUT_S = 500.0
 PPO = {"kl_coef": 0.05, "kl_target": 0.5, "lr_warmup_steps": 3, "num_logged_samples": 32}
@@ -83,6 +85,33 @@ def test_the_same_training_as_with_megatron(inputs: Path, tmp_path: Path) -> Non
     started = load_file(next((inputs / "model").glob("*.safetensors")))
     assert set(exported) == set(started)
     assert all(not torch.equal(exported[name], started[name]) for name in started)
+
+
+def test_verify_proves_bytes_and_log_probs_of_three_uneven_shards(tmp_path: Path) -> None:
+    """A mixture and vLLM TP 2: 4 experts, 130 rows and heads of one row cut by three, in bf16 on the wire; exact, gathered and counted."""
+    model = make_toy(tmp_path / "model", "qwen3_moe", head_dim=32)
+    flags = ["--model-path", model, "--backend", "fsdp", "--num-ranks", 5, "--rollout-world-size", 2, "--rollout-tensor-parallel-size", 2]
+    flags += ["--max-prompt-length", 24, "--max-response-length", 8, "--rollout-dtype", "bfloat16"]
+    flags += ["--vllm-overrides", "kv_cache_memory_bytes", 53687091]
+    with Processes(tmp_path / "log", {"COLUMNS": "200"}) as processes:
+        processes.start(["-m", "megatron_ppo", "verify", *map(str, flags)])
+        assert processes.wait(LAUNCH_TIMEOUT_S) == 0, processes.output()
+        text = processes.output()
+    assert "tensors on 2 rollout ranks are equal bit for bit" in text
+    assert "copy 0 shard 2" in text and text.count("1.000") == 2
+
+
+def test_the_refit_report_knows_copies_and_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two copies of four shards feed two replicas of TP 2; one copy is enough, so the other is silent."""
+    model = make_toy(tmp_path / "model", "qwen3_moe", head_dim=32)
+    flags = ["plan", "--refit", "--model-path", model, "--backend", "fsdp", "--fsdp-shard-size", 4, "--world-size", 12]
+    flags += ["--rollout-world-size", 4, "--rollout-tensor-parallel-size", 2, "--max-prompt-length", 8, "--max-response-length", 8]
+    assert main([*map(str, flags), "--png", str(tmp_path / "refit.png"), "--json", str(tmp_path / "refit.json")]) == 0
+    text = capsys.readouterr().out
+    assert "training   ranks 0-7 (8): FSDP, 2 x 4 shards" in text and "4 of 8 training ranks send nothing" in text
+    assert "received/shard    1.000 on every rollout rank" in text
+    found = json.loads((tmp_path / "refit.json").read_text())
+    assert found["ranks"][5]["place"] == {"copy": 1, "shard": 1}
 
 
 def test_b84_two_and_two_are_four_bit_for_bit(inputs: Path, tmp_path: Path) -> None:

@@ -87,7 +87,8 @@ class _Route:
                 owner = self.to if self.to in holders else min(holders)
                 if self.rank == owner:
                     block = holders[self.rank]
-                    piece = view(parameters[block.parameter].detach(), block.local).contiguous()
+                    held = view(parameters[block.parameter].detach(), block.local)
+                    piece = held.reshape(box_shape(box)).contiguous()  # a parameter that stacks tensors has a dim more
                 elif self.to in (None, self.rank):
                     piece = torch.empty(box_shape(box), dtype=dtype, device=device)
                 else:

@@ -152,7 +152,8 @@ def smallest_world_size(config: Config) -> int:
     """
     parallel = megatron_parallel(config)
     experts = parallel.expert_tensor_size * parallel.expert_model_parallel_size * parallel.pipeline_model_parallel_size
-    return math.lcm(config.model_parallel_size, experts) + config.parallel.rollout_world_size
+    shards = config.parallel.fsdp_shard_size or 1
+    return math.lcm(config.model_parallel_size, experts, shards) + config.parallel.rollout_world_size
 
 
 def stage_layers(num_layers: int, parallel: MegatronParallel) -> list[list[range]]:

@@ -13,7 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_parity_support import Case, adam, assert_same, difference, fields, hugging_face_outputs, run_case, run_cases
+from megatron_parity_support import (
+    Case,
+    adam,
+    assert_same,
+    difference,
+    fields,
+    hugging_face_log_probs,
+    hugging_face_outputs,
+    run_case,
+    run_cases,
+)
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from spawn import run_ranks
@@ -141,6 +151,7 @@ def two_ranks(models: dict[str, str], exports: Path) -> list[Results]:
     copied = fsdp_cases(models, COPIES, fsdp_shard_size=1)
     exported = {
         "export": Case(fields=on_fsdp(fields(models, "tied", critic="separate")), roles=("actor", "critic"), export=str(exports / "tied")),
+        "export mixture": Case(fields=on_fsdp(fields(models, "mixture", critic="shared")), export=str(exports / "mixture")),
         "export shared": Case(fields=on_fsdp(fields(models, "valued", critic="shared")), export=str(exports / "shared")),
     }
     return run_ranks(run_fsdp_cases, 2, sharded | {f"{name} copied": case for name, case in copied.items()} | exported, timeout_s=600)
@@ -187,6 +198,9 @@ def test_b09_export_is_what_hugging_face_computes_with(two_ranks: list[Results],
     """B09: a tied export has no head of its own; transformers gets the trained log-probs and values from it."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+    mixture = AutoModelForCausalLM.from_pretrained(exports / "mixture" / "actor")
+    trained = two_ranks[0]["export mixture"]["after"]["actor.log_probs"]
+    assert difference({"x": hugging_face_log_probs(mixture)}, {"x": trained}) < 1e-5
     for case, folder, values in (("export", "tied", "critic.values"), ("export shared", "shared", "actor.values")):
         result = two_ranks[0][case]
         assert all("already holds weights" in rank[case]["export fault"] for rank in two_ranks)
