@@ -157,8 +157,6 @@ def _recompute(layer: nn.Module, granularity: str) -> None:
 def _offload_policy(config: Config) -> OffloadPolicy:
     if not config.parallel.cpu_offload:
         return OffloadPolicy()
-    if not device.has_cuda():
-        if dist.get_rank() == 0:
-            logger.warning("cpu_offload changes nothing here: without a GPU all weights are in host memory anyway")
-        return OffloadPolicy()
-    return CPUOffloadPolicy()
+    if not device.has_cuda() and dist.get_rank() == 0:
+        logger.warning("cpu_offload gains nothing here: without a GPU all weights are in host memory anyway")
+    return CPUOffloadPolicy(pin_memory=device.has_cuda())  # pages that a GPU reads from

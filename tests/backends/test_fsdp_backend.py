@@ -107,7 +107,7 @@ def fsdp_cases(models: Mapping[str, str], chosen: Mapping[str, str], **changes: 
     """Name of a case here -> the case it is held to, run with ``changes`` of its settings."""
     known = cases(models)
     return {
-        name: Case(**{**known[truth], **SPLITS.get(name, {}), "fields": on_fsdp(known[truth]["fields"], **changes)})
+        name: Case(**{**known[truth], **SPLITS.get(name, {}), "fields": on_fsdp(known[truth]["fields"], **changes, **MORE.get(name, {}))})
         for name, truth in chosen.items()
     }
 
@@ -118,10 +118,12 @@ SPLITS: dict[str, dict[str, Any]] = {
     "six tokens on two": {"rows_by_replica": ((1,), (3,))},
 }
 """Other ways to cut the same rows into micro-batches."""
+MORE = {"cpu offload": {"cpu_offload": True}}
 ONE_RANK = {name: name for name in (*FAMILIES, "all roles", "adam", "nan", "no tokens", "bf16")} | {"one by one": "llama"}
 TWO_RANKS = {name: name for name in (*FAMILIES, "mixture", "shared", "all roles", "decay", "no clipping", "adam", "nan", "bf16")} | {
     "uneven": "llama",
     "six tokens on two": "six tokens",
+    "cpu offload": "llama",
 }
 COPIES = {name: name for name in ("llama", "adam", "shared")} | {"uneven": "llama"}
 FOUR_RANKS = {name: name for name in (*FAMILIES, "mixture", "all roles", "adam", "nan")}
