@@ -27,7 +27,8 @@ from tests.train_support import Processes, make_inputs, tiny_flags
 LauncherName = Literal["torchrun", "srun"]
 PROGRAM = Path(__file__).with_name("fault_kill.py")
 NUM_RANKS, NUM_TRAINING = 4, 2
-TRAIN_ITERS = KILLED_ITERATION + 1
+TRAIN_ITERS = KILLED_ITERATION + 2
+"""One more than is killed: a save in the background ends in the next iteration, where no rank has finished yet."""
 REACH_S = 300.0
 """Limit for an attempt to come to its kill, or to the job's end."""
 LINGER_S = 45.0
@@ -248,7 +249,7 @@ class Job:
         survivors = [] if seconds is not None else launch.kill(attempt)
         stop = Stop(
             victim=VICTIMS[outcome.cell.victim],
-            victim_phase=record["phase"],
+            victim_phases=record["phases"],
             num_ranks=NUM_RANKS,
             num_training=NUM_TRAINING,
             seconds=seconds,
@@ -257,7 +258,7 @@ class Job:
             survivors=survivors,
             checkpoint_faults=checkpoint_faults(self.run_dir),
         )
-        outcome.seconds_to_stop, outcome.phase_of_victim = seconds, record["phase"]
+        outcome.seconds_to_stop, outcome.phase_of_victim = seconds, next(iter(record["phases"]), None)
         outcome.newest_checkpoint = newest_iteration(self.run_dir)
         outcome.faults += stop_faults(stop)
 

@@ -42,8 +42,8 @@ class Stop:
 
     victim: int | None
     """Global rank; None: the launcher's agent."""
-    victim_phase: str | None
-    """Where the victim was, by itself; None of an agent."""
+    victim_phases: Sequence[str]
+    """Where the victim was, by itself, and may still have been taken to be by others; none of an agent."""
     num_ranks: int
     num_training: int
     seconds: float | None
@@ -69,7 +69,8 @@ def stop_faults(stop: Stop, *, end_s: float = END_S) -> list[str]:
     faults += _code_faults(stop)
     missing = [rank for rank in range(stop.num_ranks) if rank != stop.victim and not _names_the_loss(stop, rank)]
     if missing:
-        what = f"that {_name(stop, stop.victim)} was lost in phase {stop.victim_phase}" if stop.victim is not None else "the lost launcher"
+        phases = " or ".join(stop.victim_phases)
+        what = "the lost launcher" if stop.victim is None else f"that {_name(stop, stop.victim)} was lost in phase {phases}"
         faults.append(f"ranks {missing} did not say {what}")
     return faults
 
@@ -96,8 +97,9 @@ def _name(stop: Stop, rank: int) -> str:
 def _names_the_loss(stop: Stop, rank: int) -> bool:
     here = rf"this is rank {rank} in phase .+; ending"
     if stop.victim is not None:
-        lost = re.escape(f"{_name(stop, stop.victim)} lost in phase {stop.victim_phase}; ")
-        return re.search(f"^{lost}{here}", stop.output, re.M) is not None
+        lost = re.escape(f"{_name(stop, stop.victim)} lost in phase ")
+        phases = "|".join(map(re.escape, stop.victim_phases))
+        return re.search(f"^{lost}(?:{phases}); {here}", stop.output, re.M) is not None
     gone = r" failed in phase .+: its launcher \(process \d+\) is gone; "
     own = re.escape(_name(stop, rank)) + gone + "ending"
     return re.search(rf"^(?:{own}|rank \d+ \(.+\){gone}{here})", stop.output, re.M) is not None

@@ -10,7 +10,7 @@ where it is the victim itself. Everything else is the real program. Nothing here
 ``fault_judge.py`` at what it means.
 
 Files in the plan's folder, by attempt (n) and rank (r): ``started_n`` (written by the drill: the attempt may begin), ``pid_n_r``,
-``phase_n_r`` (where a rank is), ``began_n`` (the version of the attempt's first sync), ``killed_n.json``.
+``phase_n_r`` (where a rank was, since when), ``began_n`` (the version of the attempt's first sync), ``killed_n.json``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import itertools
 import json
 import os
 import re
@@ -112,10 +113,18 @@ class Attempt:
         victim = self.kill["victim"]
         time.sleep(SETTLE_RANK_0_S if victim == 0 else SETTLE_S)
         pid = self.launcher_pid if victim is None else int(self._read(f"pid_{self.number}_{victim}"))
-        phase = None if victim is None else self._read(f"phase_{self.number}_{victim}")
-        self._write(record.name, json.dumps({"time": time.monotonic(), "pid": pid, "phase": phase}))
+        phases = [] if victim is None else self._phases_of(victim)
+        self._write(record.name, json.dumps({"time": time.monotonic(), "pid": pid, "phases": phases}))
         os.kill(pid, signal.SIGKILL)
         time.sleep(STAY_S)  # otherwise this rank would have passed the moment before it hears of the loss
+
+    def _phases_of(self, rank: int) -> list[str]:
+        """Where a rank is; behind that, what it has left so lately that the others may not know yet. Mostly one: but a save in the
+        background does not hold up the loop."""
+        lines = [line.split(" ", 1) for line in self._read(f"phase_{self.number}_{rank}").splitlines()]
+        news_s = 2.0 if rank == 0 else 0.5  # they hear of rank 0 once a second, and look up the others when they are gone
+        lately = [name for (_, name), (left, _) in itertools.pairwise(lines) if time.monotonic() - float(left) < news_s]
+        return [lines[-1][1], *lately]
 
     def in_killed_phase(self) -> bool:
         """Whether this rank is where the kill belongs. A save in the background may go on in later phases."""
@@ -133,7 +142,8 @@ class Attempt:
     def _entered(self, phase: str) -> None:
         self.phase = phase
         self._passed_save |= phase == PHASES["save"].format(KILLED_ITERATION)
-        self._write(f"phase_{self.number}_{self.rank}", phase)
+        with (self.folder / f"phase_{self.number}_{self.rank}").open("a", encoding="utf-8") as file:
+            file.write(f"{time.monotonic()} {phase}\n")
         found = re.fullmatch(PHASES["sync"].format(r"(\d+)"), phase)
         if found and self.rank == 0 and not (self.folder / f"began_{self.number}").exists():
             self._write(f"began_{self.number}", found[1])

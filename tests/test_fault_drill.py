@@ -29,11 +29,12 @@ GONE = "rank 1 (training rank 1) failed in phase update of iteration 2: its laun
 def good_stop() -> Stop:
     """Rank 2 of 4, started without a launcher, was killed in a sync, and everything is as it should be."""
     output = "".join(LOST.format(rank) for rank in (0, 1, 3))
-    return Stop(2, "weight sync v2", 4, 2, 1.5, output, exit_codes={0: 1, 1: 1, 2: -9, 3: 1})
+    return Stop(2, ("weight sync v2",), 4, 2, 1.5, output, exit_codes={0: 1, 1: 1, 2: -9, 3: 1})
 
 
 def test_a_stop_without_faults_has_none() -> None:
     assert stop_faults(good_stop()) == []
+    assert stop_faults(dataclasses.replace(good_stop(), victim_phases=("rollout of iteration 2", "weight sync v2"))) == []
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def test_a_stop_without_faults_has_none() -> None:
         ({"exit_codes": {0: 1, 1: 1, 2: 1, 3: 1}}, "rank 2 was to be killed, but ended with code 1"),
         ({"exit_codes": {-1: 0}}, "torchrun survived the kill and ended with code 0"),
         ({"output": LOST.format(0) + LOST.format(3)}, r"ranks \[1\] did not say that rank 2 .* was lost in phase weight sync v2"),
-        ({"victim_phase": "rollout of iteration 2"}, r"ranks \[0, 1, 3\] did not say .* in phase rollout of iteration 2"),
+        ({"victim_phases": ("rollout of iteration 2",)}, r"ranks \[0, 1, 3\] did not say .* in phase rollout of iteration 2"),
         ({"victim": 3, "exit_codes": {}}, r"ranks \[0, 1, 2\] did not say that rank 3"),
         ({"output": good_stop().output + "PID 5 forcefully exiting via Signals.SIGKILL"}, "torchrun had to end a survivor"),
         ({"checkpoint_faults": ["iter_0000002 has a final name"]}, "iter_0000002 has a final name"),
@@ -60,7 +61,7 @@ def test_every_fault_of_a_stop_is_found(change: dict[str, object], fault: str) -
 def test_the_launchers_end_is_told_by_every_rank() -> None:
     """Each rank gives the first verdict and where it was itself; the one whose verdict it is has said so already."""
     lines = [GONE + "ending\n"] + [GONE + f"this is rank {rank} in phase rollout of iteration 2; ending\n" for rank in (0, 2, 3)]
-    stop = Stop(None, None, 4, 2, 1.5, "".join(lines), exit_codes={-1: -9})
+    stop = Stop(None, (), 4, 2, 1.5, "".join(lines), exit_codes={-1: -9})
     assert stop_faults(stop) == []
     assert stop_faults(dataclasses.replace(stop, output="".join(lines[1:]))) == ["ranks [1] did not say the lost launcher"]
     assert stop_faults(dataclasses.replace(stop, output="".join(lines[:3]))) == ["ranks [3] did not say the lost launcher"]
