@@ -21,6 +21,7 @@ import itertools
 import json
 import os
 import platform
+import signal
 import sys
 import tempfile
 import time
@@ -143,6 +144,7 @@ def main() -> int:
     """Run, print the table, write the file; 0 where all cells are good."""
     options = parse_options()
     launchers = LAUNCHERS if options.launcher == "both" else (options.launcher,)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # by way of all that ends the launches
     jobs = cells_of(options.phases, options.victims, launchers, options.repeats)
     if options.keep is not None:
         options.keep.mkdir(parents=True, exist_ok=True)
