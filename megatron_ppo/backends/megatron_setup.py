@@ -18,6 +18,10 @@ from megatron_ppo.config import Config, ParallelConfig
 from megatron_ppo.resharding.megatron_mesh import RankCoordinates, data_parallel_size, megatron_parallel, rank_coordinates
 
 
+_made: list[torch.distributed.ProcessGroup] = []
+"""Groups of megatron-core that live in this process."""
+
+
 def initialize_megatron(config: Config, seed: int) -> RankCoordinates:
     """Make megatron-core's process groups over the default group and seed its random states. Collective over the training mesh.
 
@@ -34,6 +38,7 @@ def initialize_megatron(config: Config, seed: int) -> RankCoordinates:
     parallel, world_size = config.parallel, torch.distributed.get_world_size()
     check_settings(config, world_size)
     sizes = megatron_parallel(config)
+    before = set(torch.distributed.distributed_c10d._world.pg_map)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
@@ -45,6 +50,7 @@ def initialize_megatron(config: Config, seed: int) -> RankCoordinates:
         # One backend is enough: the twins over gloo serve checkpoint formats that are not used here.
         create_gloo_process_groups=False,
     )
+    _made.extend(group for group in torch.distributed.distributed_c10d._world.pg_map if group not in before)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     found = RankCoordinates(
         dp=parallel_state.get_data_parallel_rank(),
@@ -60,11 +66,16 @@ def initialize_megatron(config: Config, seed: int) -> RankCoordinates:
 
 
 def destroy_megatron() -> None:
-    """Forget megatron-core's process groups, so that others can be made in this process. The default group stays."""
+    """End megatron-core's process groups, so that others can be made in this process. The default group stays.
+
+    Not collective, but nothing may be under way on them. megatron-core itself only forgets them, with some 50 threads of gloo each time.
+    """
     device.prepare_megatron()
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
+    while _made:
+        torch.distributed.destroy_process_group(_made.pop())
 
 
 def check_settings(config: Config, world_size: int) -> None:
