@@ -17,7 +17,6 @@ from megatron_ppo import device
 from megatron_ppo.config import Config, ParallelConfig
 from megatron_ppo.resharding.megatron_mesh import RankCoordinates, data_parallel_size, megatron_parallel, rank_coordinates
 
-
 _made: list[torch.distributed.ProcessGroup] = []
 """Groups of megatron-core that live in this process."""
 
