@@ -27,8 +27,8 @@ from tests.train_support import Processes, make_inputs, tiny_flags
 LauncherName = Literal["torchrun", "srun"]
 PROGRAM = Path(__file__).with_name("fault_kill.py")
 NUM_RANKS, NUM_TRAINING = 4, 2
-TRAIN_ITERS = KILLED_ITERATION + 2
-"""One more than is killed: a save in the background ends in the next iteration, where no rank has finished yet."""
+TRAIN_ITERS = KILLED_ITERATION + 3
+"""Two more than is killed: a save in the background may end in the next iteration, where no rank has finished yet."""
 REACH_S = 300.0
 """Limit for an attempt to come to its kill, or to the job's end."""
 LINGER_S = 45.0

@@ -68,7 +68,7 @@ class Attempt:
         self.kill = plan["kills"][self.number] if self.number < len(plan["kills"]) else None
         self.launcher_pid = os.getppid()  # the strike may happen in a child that this rank forks
         self.phase = "start-up"
-        self._passed_save = False
+        self._passed_save = self._is_striking = False
         self._write(f"pid_{self.number}_{self.rank}", str(os.getpid()))
 
     def wait_for_go(self) -> None:
@@ -111,16 +111,17 @@ class Attempt:
         if record.exists():
             return
         victim = self.kill["victim"]
+        self._is_striking = True
         time.sleep(SETTLE_RANK_0_S if victim == 0 else SETTLE_S)
         pid = self.launcher_pid if victim is None else int(self._read(f"pid_{self.number}_{victim}"))
         phases = [] if victim is None else self._phases_of(victim)
         self._write(record.name, json.dumps({"time": time.monotonic(), "pid": pid, "phases": phases}))
         os.kill(pid, signal.SIGKILL)
         time.sleep(STAY_S)  # otherwise this rank would have passed the moment before it hears of the loss
+        self._is_striking = False
 
     def _phases_of(self, rank: int) -> list[str]:
-        """Where a rank is; behind that, what it has left so lately that the others may not know yet. Mostly one: but a save in the
-        background does not hold up the loop."""
+        """Where a rank is; behind that, what it has left so lately that the others may not know yet."""
         lines = [line.split(" ", 1) for line in self._read(f"phase_{self.number}_{rank}").splitlines()]
         news_s = 2.0 if rank == 0 else 0.5  # they hear of rank 0 once a second, and look up the others when they are gone
         lately = [name for (_, name), (left, _) in itertools.pairwise(lines) if time.monotonic() - float(left) < news_s]
@@ -144,6 +145,8 @@ class Attempt:
         self._passed_save |= phase == PHASES["save"].format(KILLED_ITERATION)
         with (self.folder / f"phase_{self.number}_{self.rank}").open("a", encoding="utf-8") as file:
             file.write(f"{time.monotonic()} {phase}\n")
+        while self._is_striking:  # in a thread, from a save in the background: the loop does not run on to its end meanwhile
+            time.sleep(0.02)
         found = re.fullmatch(PHASES["sync"].format(r"(\d+)"), phase)
         if found and self.rank == 0 and not (self.folder / f"began_{self.number}").exists():
             self._write(f"began_{self.number}", found[1])
