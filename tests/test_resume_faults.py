@@ -19,7 +19,7 @@ from megatron_ppo.checkpoint import check_checkpoint
 
 LAUNCH_TIMEOUT_S = 400.0
 ENDLESS = 100_000
-NOT_WRITTEN = "the checkpoint of iteration {} could not be written: "
+NOT_WRITTEN = "the checkpoint of iteration {} cannot be written"
 LIMITED = '''
 """Runs the program under a limit that the shell has, too: the size of a file, or of what root may do."""
 import ctypes, os, resource, sys
