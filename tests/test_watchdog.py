@@ -183,7 +183,7 @@ def test_torchrun_restarts_into_fresh_groups(tmp_path: Path, share_store: str) -
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", "again"]
     environment = script_environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0" if share_store == "1" else "1"}
     run = subprocess.run(
-        [*command, __file__, "restart", str(tmp_path)], env=environment, capture_output=True, text=True, timeout=60, check=False
+        [*command, __file__, "restart", str(tmp_path)], env=environment, capture_output=True, text=True, timeout=180, check=False
     )
     assert run.returncode == 0, run.stderr
     assert f"rank 2 (rollout rank 0) lost in phase {PHASE}; this is rank 0 in phase {PHASE}; ending" in run.stderr
