@@ -11,7 +11,7 @@ weights, moments, random states, metrics and samples of a job that nobody touche
 
 The repeats differ: TP 2, PP 2 with checkpoints written in the background, TP 2 with vLLM; and the moment within the phase moves on
 (``fault_kill.MOMENTS``). To save launches a job takes two kills, one after the other; its end speaks for both. Exit code 0: every cell is
-good. A cell takes about 15 s on two cores.
+good. A cell takes about 30 s of CPU time.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def table(outcomes: Iterable[Outcome]) -> str:
         if not rows:
             continue
         lines += [f"{launcher}", f"  {'phase':<9}{'killed':<12}{'time to stop':>13}  {'resumed':>8}  {'equal':>6}  faults"]
-        order = [(launcher, phase, victim) for phase in PHASES for victim in VICTIMS]
+        order: list[tuple[str, str, str]] = [(launcher, phase, victim) for phase in PHASES for victim in VICTIMS]
         for (_, phase, victim), group in sorted(rows, key=lambda row: order.index(row[0])):
             stops = [outcome.seconds_to_stop for outcome in group]
             slowest = "never" if None in stops else f"{max(stop for stop in stops if stop is not None):.1f} s"

@@ -92,7 +92,7 @@ class Attempt:
                 yield
             self._entered(watchdog.current_phase)
 
-        Watchdog.phase = phase  # type: ignore[method-assign]
+        Watchdog.phase = phase  # type: ignore[method-assign, assignment]
 
     def strikes_here(self) -> bool:
         """Whether this rank sends the signal: the victim itself where it passes that moment, else rank 0, or the first rollout rank."""
@@ -203,17 +203,17 @@ def _plant_in_rollout(attempt: Attempt, moment: str) -> None:
         _on_call(attempt, reward_pool.RewardPool, "_hand_out", 1, after=True, where=is_busy_from_now)
         return
 
-    def through_hf(backend: Any) -> Any:
+    def through_hf(backend: Any) -> tuple[Any, str]:
         return backend._live_actor.model, "forward"
 
-    def through_vllm(backend: Any) -> Any:
+    def through_vllm(backend: Any) -> tuple[Any, str]:
         return backend._engine.llm_engine, "step"
 
     for backend, inside in ((HFBackend, through_hf), (VLLMBackend, through_vllm)):
         _on_first_generate(attempt, backend, inside)
 
 
-def _on_first_generate(attempt: Attempt, backend: Any, inside: Callable[[Any], Any]) -> None:
+def _on_first_generate(attempt: Attempt, backend: Any, inside: Callable[[Any], tuple[Any, str]]) -> None:
     """The function that makes one token is known only when there is an engine."""
     real = backend.generate
     planted = False

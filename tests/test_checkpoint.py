@@ -434,7 +434,8 @@ def test_other_folders_hold_no_state(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a converted one holds weights alone"):
         read_state(tmp_path)
     (tmp_path / "state.json").write_text('{"iteration": 1}')
-    with pytest.raises(ValueError, match="missing: consecutive_skipped, kl_coef, mesh, num_optimizer_steps, prompts, version, wandb_run_id"):
+    missing = "consecutive_skipped, kl_coef, mesh, num_optimizer_steps, prompts, version, wandb_run_id"
+    with pytest.raises(ValueError, match=f"missing: {missing}"):
         read_state(tmp_path)
     (tmp_path / "state.json").write_text("[]")
     with pytest.raises(ValueError, match="not those of this version"):
