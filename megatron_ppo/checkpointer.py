@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -98,7 +99,7 @@ class Checkpointer:
             try:
                 pending = self._engine.save_checkpoint(folder, asynchronous=self._config.checkpoint.async_save)
             except (OSError, ValueError, RuntimeError) as error:
-                fault = str(error)
+                fault = _words(error)
         fault = self._agree(fault)
         if fault or folder is None or pending is None:
             if pending is not None:
@@ -131,7 +132,7 @@ class Checkpointer:
             if self._folder is not None:
                 replace_folder(partial, target)
         except (OSError, ValueError) as error:
-            fault = str(error)
+            fault = _words(error)
         fault = self._agree(fault)
         if fault and must:
             raise RuntimeError(f"the export to {target} failed: {fault}")
@@ -149,7 +150,7 @@ class Checkpointer:
             try:
                 answer[0] = (str(self._folder.begin(iteration)), "")
             except (OSError, ValueError) as error:
-                answer[0] = (None, str(error))
+                answer[0] = (None, _words(error))
         dist.broadcast_object_list(answer, src=0)
         path, fault = answer[0]
         return (None if path is None else Path(path)), fault
@@ -167,7 +168,7 @@ class Checkpointer:
             pending.wait()
             part = json.dumps(["", digest_files(folder, pending.files)])
         except (OSError, ValueError, RuntimeError) as error:
-            part = json.dumps([f"rank {own}: {error}", {}])
+            part = json.dumps([f"rank {own}: {_words(error)}", {}])
         self._store.set(f"{key}/{own}", part)
         if self._folder is not None:
             self._store.set(f"{key}/end", self._finish(self._folder, key, state))
@@ -182,7 +183,7 @@ class Checkpointer:
         try:
             checkpoints.finish(state.iteration, state, config_text(self._config), digests)
         except (OSError, ValueError) as error:
-            return str(error)
+            return _words(error)
         return ""
 
     def _give_up(self, iteration: int, fault: str, *, must: bool) -> None:
@@ -195,3 +196,8 @@ class Checkpointer:
             raise RuntimeError(f"{text}; older checkpoints are as they were")
         if self._folder is not None:
             print(f"warning: {text}. Older checkpoints are as they were, and training goes on", file=sys.stderr, flush=True)
+
+
+def _words(error: Exception) -> str:
+    """Without the number that Python puts in front of an ``OSError``."""
+    return re.sub(r"^\[Errno \d+\] ", "", str(error))
