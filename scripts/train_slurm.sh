@@ -8,7 +8,7 @@
 #
 #   sbatch --nodes 2 --ntasks-per-node 8 --gpus-per-node 8 scripts/train_slurm.sh --config run.yaml --run-dir runs/mine [any flag of train]
 set -euo pipefail
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 export MASTER_ADDR MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
