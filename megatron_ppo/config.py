@@ -316,22 +316,27 @@ class Config:
         """Data-parallel replicas of the trainer in a launch of ``world_size`` ranks."""
         return (world_size - self.parallel.rollout_world_size) // self.model_parallel_size
 
-    def mesh_sizes(self, world_size: int) -> dict[str, int]:
-        """Sizes of both meshes of a launch of ``world_size`` ranks, by the names of their axes, for records and messages."""
+    def training_mesh_sizes(self, num_training: int) -> dict[str, int]:
+        """Sizes of a training mesh of ``num_training`` ranks, by the names of its axes, for records and messages."""
         p = self.parallel
-        rollout = {"rollout_tp": p.rollout_tensor_parallel_size, "replicas": self.num_replicas}
+        data_parallel = num_training // self.model_parallel_size
         if p.backend == "fsdp":
-            shard = self.fsdp_shards(world_size - p.rollout_world_size)
-            return {"replicate": self.data_parallel_size(world_size) // shard, "shard": shard, **rollout}
+            shard = self.fsdp_shards(num_training)
+            return {"replicate": data_parallel // shard, "shard": shard}
         return {
             "tp": p.tensor_model_parallel_size,
             "pp": p.pipeline_model_parallel_size,
             "vpp": p.virtual_pipeline_model_parallel_size or 1,
             "cp": p.context_parallel_size,
             "ep": p.expert_model_parallel_size,
-            "dp": self.data_parallel_size(world_size),
-            **rollout,
+            "dp": data_parallel,
         }
+
+    def mesh_sizes(self, world_size: int) -> dict[str, int]:
+        """``training_mesh_sizes`` of a launch of ``world_size`` ranks, and the rollout mesh's."""
+        p = self.parallel
+        rollout = {"rollout_tp": p.rollout_tensor_parallel_size, "replicas": self.num_replicas}
+        return self.training_mesh_sizes(world_size - p.rollout_world_size) | rollout
 
     def fsdp_shards(self, num_training: int) -> int:
         """Of ``num_training`` training ranks, those over which FSDP shards."""

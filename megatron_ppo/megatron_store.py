@@ -44,6 +44,7 @@ from megatron_ppo.resharding.boxes import box_text, intersect, volume
 from megatron_ppo.resharding.layout import Block, Ranges, box_shape, shifted, view
 from megatron_ppo.resharding.megatron_layout import VALUE_HEAD, megatron_layout
 from megatron_ppo.resharding.megatron_mesh import MegatronParallel, RankCoordinates
+from megatron_ppo.unsafe_pickle import DISTRIBUTED_FORMAT
 
 CHUNK_BYTES = 128 << 20
 """A stored chunk is read whole by whoever needs any of it."""
@@ -141,8 +142,7 @@ def write_store(
     except CheckpointException as error:
         raise _cause(error) from error
     torch.save({}, folder / "common.pt")
-    config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
-    (folder / "metadata.json").write_text(json.dumps(config), encoding="utf-8")
+    (folder / "metadata.json").write_text(json.dumps(DISTRIBUTED_FORMAT), encoding="utf-8")
 
 
 def _cause(error: CheckpointException) -> BaseException:

@@ -16,11 +16,51 @@ from typing import Literal
 from torch import Tensor
 
 from megatron_ppo.backends.staged_save import PendingSave
+from megatron_ppo.config import Config
+from megatron_ppo.families import Head
 from megatron_ppo.types import Completion, MicroBatch, RoleOutput, Sampling
 
-__all__ = ["InferenceBackend", "LossFunction", "LossMetrics", "PendingSave", "RoleName", "StepResult", "TrainingBackend"]
+__all__ = [
+    "InferenceBackend",
+    "LossFunction",
+    "LossMetrics",
+    "PendingSave",
+    "PlannedNetwork",
+    "RoleName",
+    "StepResult",
+    "TrainingBackend",
+    "planned_networks",
+]
 
 RoleName = Literal["actor", "critic", "reference", "reward"]
+
+@dataclass(frozen=True)
+class PlannedNetwork:
+    """A network that a configuration asks for, whatever backend builds it."""
+
+    folder: Path
+    """In Hugging Face format."""
+    head: Head
+    peak_lr: float | None = None
+    """None: frozen."""
+    weights: Path | None = None
+    """Folder whose weights it starts from, in place of ``folder``'s."""
+
+
+def planned_networks(config: Config) -> dict[RoleName, PlannedNetwork]:
+    """Role -> network of a training mesh: the actor, and critic, reference and reward model where ``config`` asks for them."""
+    model, optimizer, actor = config.model, config.optimizer, Path(config.model.model_path)
+    start = None if config.checkpoint.load_hf is None else Path(config.checkpoint.load_hf)
+    head: Head = "lm+value" if model.critic == "shared" else "lm"
+    planned: dict[RoleName, PlannedNetwork] = {"actor": PlannedNetwork(actor, head, optimizer.lr, start)}
+    if model.critic == "separate":
+        planned["critic"] = PlannedNetwork(Path(model.critic_path or actor), "value", optimizer.critic_lr)
+    if config.uses_reference:
+        planned["reference"] = PlannedNetwork(actor, "lm")
+    if model.reward_model_path is not None:
+        planned["reward"] = PlannedNetwork(Path(model.reward_model_path), "score")
+    return planned
+
 
 LossMetrics = Mapping[str, Tensor]
 """Name -> [2] float tensor (sum, count): reduced by adding over micro-batches and ranks, then dividing."""

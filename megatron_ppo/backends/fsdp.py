@@ -25,7 +25,16 @@ from torch import Tensor, nn
 
 from megatron_ppo import device
 from megatron_ppo.backends import fsdp_checkpoint
-from megatron_ppo.backends.base import LossFunction, LossMetrics, PendingSave, RoleName, StepResult, TrainingBackend
+from megatron_ppo.backends.base import (
+    LossFunction,
+    LossMetrics,
+    PendingSave,
+    PlannedNetwork,
+    RoleName,
+    StepResult,
+    TrainingBackend,
+    planned_networks,
+)
 from megatron_ppo.backends.fsdp_optimizer import FSDPOptimizer, local_shard
 from megatron_ppo.backends.fsdp_setup import Root, build_network, hf_name, make_mesh
 from megatron_ppo.backends.hf_files import check_same_network, export_network
@@ -75,7 +84,7 @@ class FSDPBackend(TrainingBackend):
         self.dp_rank, self.dp_size = dist.get_rank(), dist.get_world_size()
         self.shard_size = self._mesh.size(self._mesh.ndim - 1)
         """Ranks over which a network is sharded; the others hold copies."""
-        self._networks = self._build_networks()
+        self._networks = {role: self._build(plan) for role, plan in planned_networks(config).items()}
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
@@ -193,28 +202,15 @@ class FSDPBackend(TrainingBackend):
 
     def _sizes(self) -> dict[str, int]:
         """Sizes of the training mesh, by the names of their axes."""
-        return {"replicate": self.dp_size // self.shard_size, "shard": self.shard_size}
+        return self._config.training_mesh_sizes(self.dp_size)
 
     def _layout(self, folder: Path, head: Head) -> RankLayout:
         rank = self.dp_rank % self.shard_size
         return fsdp_layout(network_shape(folder), shard_size=self.shard_size, shard_rank=rank, head=head)
 
-    def _build_networks(self) -> dict[str, Network]:
-        model, optimizer = self._config.model, self._config.optimizer
-        actor_path = Path(model.model_path)
-        start = None if self._config.checkpoint.load_hf is None else Path(self._config.checkpoint.load_hf)
-        head: Head = "lm+value" if model.critic == "shared" else "lm"
-        networks = {"actor": self._build(actor_path, head, peak_lr=optimizer.lr, weights=start)}
-        if model.critic == "separate":
-            networks["critic"] = self._build(Path(model.critic_path or actor_path), "value", peak_lr=optimizer.critic_lr)
-        if self._config.uses_reference:
-            networks["reference"] = self._build(actor_path, "lm", peak_lr=None)
-        if model.reward_model_path is not None:
-            networks["reward"] = self._build(Path(model.reward_model_path), "score", peak_lr=None)
-        return networks
-
-    def _build(self, folder: Path, head: Head, *, peak_lr: float | None, weights: Path | None = None) -> Network:
-        """Build the network of ``folder`` and load its weights, or those of another folder of the same shape; ``peak_lr`` None: frozen."""
+    def _build(self, plan: PlannedNetwork) -> Network:
+        """Build a network and load its weights; one that starts from another folder's must have their shape."""
+        folder, head, peak_lr, weights = plan.folder, plan.head, plan.peak_lr, plan.weights
         shape = network_shape(folder)
         if weights is not None:
             check_same_network(shape, folder, network_shape(weights), weights)

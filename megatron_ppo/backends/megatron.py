@@ -25,7 +25,16 @@ from torch import Tensor
 
 from megatron_ppo import device
 from megatron_ppo.backends import megatron_checkpoint
-from megatron_ppo.backends.base import LossFunction, LossMetrics, PendingSave, RoleName, StepResult, TrainingBackend
+from megatron_ppo.backends.base import (
+    LossFunction,
+    LossMetrics,
+    PendingSave,
+    PlannedNetwork,
+    RoleName,
+    StepResult,
+    TrainingBackend,
+    planned_networks,
+)
 from megatron_ppo.backends.hf_files import check_same_network, export_network
 from megatron_ppo.backends.megatron_optimizer import MegatronOptimizer
 from megatron_ppo.backends.megatron_schedule import collect_outputs, reduce_metrics, run_schedule
@@ -86,7 +95,7 @@ class MegatronBackend(TrainingBackend):
         interleaved = parallel.virtual_pipeline_model_parallel_size is not None
         self.micro_batch_multiple = parallel.pipeline_model_parallel_size if interleaved else 1
         self._num_optimizer_steps = num_optimizer_steps
-        self._networks = self._build_networks()
+        self._networks = {role: self._build(plan) for role, plan in planned_networks(config).items()}
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
@@ -172,15 +181,7 @@ class MegatronBackend(TrainingBackend):
 
     def _mesh(self) -> dict[str, int]:
         """Sizes of the training mesh, by the names of their axes."""
-        parallel = self._config.parallel
-        return {
-            "tp": parallel.tensor_model_parallel_size,
-            "pp": parallel.pipeline_model_parallel_size,
-            "vpp": parallel.virtual_pipeline_model_parallel_size or 1,
-            "cp": parallel.context_parallel_size,
-            "ep": parallel.expert_model_parallel_size,
-            "dp": self.dp_size,
-        }
+        return self._config.training_mesh_sizes(torch.distributed.get_world_size())
 
     def layout(self, role: RoleName = "actor") -> RankLayout:
         """How this rank's parameters of ``role`` lie in the canonical model. Pure data, not collective."""
@@ -208,22 +209,9 @@ class MegatronBackend(TrainingBackend):
             raise ValueError(f"this run has no {role}: the configuration asks for {', '.join(self._networks)}")
         return self._networks[role]
 
-    def _build_networks(self) -> dict[str, Network]:
-        model, optimizer = self._config.model, self._config.optimizer
-        actor_path = Path(model.model_path)
-        start = None if self._config.checkpoint.load_hf is None else Path(self._config.checkpoint.load_hf)
-        head: Head = "lm+value" if model.critic == "shared" else "lm"
-        networks = {"actor": self._build(actor_path, head, peak_lr=optimizer.lr, weights=start)}
-        if model.critic == "separate":
-            networks["critic"] = self._build(Path(model.critic_path or actor_path), "value", peak_lr=optimizer.critic_lr)
-        if self._config.uses_reference:
-            networks["reference"] = self._build(actor_path, "lm", peak_lr=None)
-        if model.reward_model_path is not None:
-            networks["reward"] = self._build(Path(model.reward_model_path), "score", peak_lr=None)
-        return networks
-
-    def _build(self, folder: Path, head: Head, *, peak_lr: float | None, weights: Path | None = None) -> Network:
-        """Build the network of ``folder`` and load its weights, or those of another folder of the same shape; ``peak_lr`` None: frozen."""
+    def _build(self, plan: PlannedNetwork) -> Network:
+        """Build a network and load its weights; one that starts from another folder's must have their shape."""
+        folder, head, peak_lr, weights = plan.folder, plan.head, plan.peak_lr, plan.weights
         shape = network_shape(folder)
         layout = self._layout(shape, head)  # first: it refuses sizes that do not fit, with their equation
         if weights is not None:

@@ -46,6 +46,7 @@ from megatron_ppo.backends.stored_tensors import (
     together,
 )
 from megatron_ppo.families import network_shape
+from megatron_ppo.unsafe_pickle import DISTRIBUTED_FORMAT
 
 if TYPE_CHECKING:
     from megatron_ppo.backends.megatron import Network
@@ -91,8 +92,7 @@ def _stage_own(networks: Mapping[str, Network], mesh: Mapping[str, int], staged:
         common = io.BytesIO()
         torch.save({}, common)  # megatron-core wants this file; all state is in tensors
         staged.add(f"{MEGATRON_FOLDER}/common.pt", common.getvalue())
-        backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
-        staged.add(f"{MEGATRON_FOLDER}/metadata.json", json.dumps(backend).encode())
+        staged.add(f"{MEGATRON_FOLDER}/metadata.json", json.dumps(DISTRIBUTED_FORMAT).encode())
     entries: list[Entry] = []
     for role, network in networks.items():
         entries += network_entries(role, network)
