@@ -13,7 +13,6 @@ import random
 import resource
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -339,9 +338,7 @@ def while_training(changed: Fields, folder: Path) -> dict[str, Any]:
     with backend_of(changed) as backend:
         take_steps(backend, 2)
         draw()
-        began = time.perf_counter()
         save(backend, folder / "sync")
-        seconds = time.perf_counter() - began
         state, released, real = state_of(backend), threading.Event(), os.fsync
 
         def held_up(descriptor: int) -> None:
@@ -365,7 +362,7 @@ def while_training(changed: Fields, folder: Path) -> dict[str, Any]:
     with backend_of(changed) as backend:
         backend.load_checkpoint(folder / "async")
         assert_equal(state_of(backend), state)
-    return {"seconds": seconds, "done at once": done_at_once, "steps meanwhile": len(reports), "children": children}
+    return {"done at once": done_at_once, "steps meanwhile": len(reports), "children": children}
 
 
 def broken_saves(changed: Fields, folder: Path) -> dict[str, Any]:

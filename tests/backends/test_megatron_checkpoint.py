@@ -283,7 +283,6 @@ def test_a_rank_that_cannot_write_is_named_on_all(launches: dict[str, Results]) 
     assert first["async"] == "" and "File too large" in second["async"]
 
 
-def test_no_process_is_started_and_a_tiny_save_is_quick(launches: dict[str, Results]) -> None:
+def test_a_save_starts_no_process(launches: dict[str, Results]) -> None:
     for rank in launches["while training"]:
         assert rank["children"] == 0
-        assert rank["seconds"] < 2.0  # on a busy machine; alone it is 0.1 s
