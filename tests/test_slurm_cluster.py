@@ -1,0 +1,71 @@
+"""The job under a real Slurm on this machine, started by scripts/train_slurm.sh. Two nodes, one rank on each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from slurm_support import Cluster, Job, missing_programs
+from train_support import ROOT, make_inputs, read_lines, tiny_flags
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(missing_programs()), reason=f"Slurm is not installed: there is no {', '.join(missing_programs())}"),
+]
+SCRIPT = "scripts/train_slurm.sh"
+ONE_TASK_A_NODE = ("--partition", "both", "--nodes", "2", "--ntasks-per-node", "1")
+ITERATIONS = 40
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("slurm")) as started:
+        yield started
+
+
+def flags(folder: Path, **fields: object) -> list[str]:
+    """A small job without vLLM and critic, of which every launch is quick."""
+    job = {"rollout_backend": "hf", "critic": "none", "advantage_estimator": "grpo", "prompts_per_iteration": 4, "global_batch_size": 16}
+    return tiny_flags(make_inputs(folder / "inputs"), folder / "run", **(job | fields))
+
+
+def iterations(folder: Path) -> list[int]:
+    """Of the run's records."""
+    return [record["iteration"] for record in read_lines(folder / "run" / "metrics.jsonl")]
+
+
+def test_a_job_is_stopped_before_its_time_limit_and_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+    """Both ways of starting ranks: srun's signal reaches the ranks themselves, or a torchrun agent a node, which hands it on.
+
+    The first job gets SIGTERM from Slurm, 20 s before its limit of a minute (and up to 30 s earlier, as Slurm looks twice a minute); the
+    second one from scancel once it trains. No address or port is exported anywhere. In the end each has every iteration once.
+    """
+    jobs: dict[str, Job] = {}
+    for launcher in ("srun", "torchrun"):
+        folder = tmp_path / launcher
+        reward = f"{ROOT / 'tests' / 'slow_reward.py'}:patient"
+        arguments = flags(folder, train_iters=ITERATIONS, reward=reward, reward_timeout_s=100.0)
+        limit = ("--time", "1", "--signal", "TERM@20") if launcher == "srun" else ("--time", "20")
+        jobs[launcher] = cluster.submit(
+            *limit, *ONE_TASK_A_NODE, SCRIPT, *arguments, LAUNCHER=launcher, NPROC_PER_NODE="1", PATIENT_REWARD_S="0.2"
+        )
+    records = tmp_path / "torchrun" / "run" / "metrics.jsonl"
+    jobs["torchrun"].wait_until(lambda: records.exists() and len(read_lines(records)) > 1, "the job trains", 120)
+    jobs["torchrun"].signal("TERM")
+    for launcher, job in jobs.items():
+        job.wait(240)
+        said = job.output()
+        assert job.field("Restarts") == "1", said
+        assert said.count("queueing job") == 1, said
+        assert iterations(tmp_path / launcher) == list(range(ITERATIONS)), said
+        assert not (tmp_path / launcher / "run" / "PREEMPTED").exists()
+
+
+def test_training_and_rollout_are_components_of_one_job(cluster: Cluster, tmp_path: Path) -> None:
+    """The training component's node comes second by name: ranks, and the address where they meet, follow the components."""
+    arguments = flags(tmp_path, train_iters=1)
+    components = ("--partition", "two", "--ntasks", "1", ":", "--partition", "one", "--ntasks", "2")
+    job = cluster.submit(*components, SCRIPT, *arguments, "--rollout-world-size", "2")
+    job.wait(120)
+    assert iterations(tmp_path) == [0], job.output()
