@@ -48,7 +48,6 @@ DOES_NOT_ALTER: dict[str, tuple[str, ...]] = {
     ),
     "the padding of the vocabulary, which neither leaves the trainer nor enters a checkpoint": ("make_vocab_size_divisible_by",),
     "speed and memory; the arithmetic is the same": (
-        "overlap_grad_reduce",
         "recompute_granularity",
         "bucket_bytes",
         "reward_num_workers",

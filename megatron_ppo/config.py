@@ -38,7 +38,8 @@ class ModelConfig:
     """Activation recomputation in the training backward pass."""
     transformer_overrides: dict[str, str] = field(default_factory=dict)
     """Escape hatch: fields of megatron-core's TransformerConfig to set, by name. Unknown names are refused. transformer_impl is local or
-    transformer_engine; without it Transformer Engine is taken where it is installed with CUDA."""
+    transformer_engine; without it Transformer Engine is taken where it is installed with CUDA. overlap_grad_reduce reduces gradients while
+    the backward pass still runs."""
     trust_remote_code: bool = False
     """Allow model and tokenizer folders to run Python code of their own."""
 
@@ -51,8 +52,9 @@ class ParallelConfig:
     """megatron: megatron-core. fsdp: PyTorch's FSDP2 around Hugging Face's own model; every training rank is a data-parallel replica."""
     fsdp_shard_size: int | None = None
     """Training ranks over which FSDP shards weights and optimizer; the others hold copies of the shards. Default: all, no copies."""
-    cpu_offload: bool = False
-    """Keep FSDP's shards and optimizer in host memory, and step there."""
+    cpu_offload: Literal["none", "sampling", "always"] = "none"
+    """sampling: while ranks that train sample (rollout_world_size = 0), their optimizer is in host memory, and their gradients are freed.
+    always: FSDP's shards and optimizer stay in host memory, and step there."""
     tensor_model_parallel_size: int = 1
     """Training ranks that share each matrix."""
     pipeline_model_parallel_size: int = 1
@@ -67,10 +69,9 @@ class ParallelConfig:
     """Split norms and residuals of a tensor-parallel group along the sequence."""
     use_distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks."""
-    overlap_grad_reduce: bool = False
-    """Reduce gradients while the backward pass still runs."""
     rollout_world_size: int = 1
-    """Ranks at the end of the launch that sample. The ranks before them train; data parallelism takes what is left."""
+    """Ranks at the end of the launch that sample. The ranks before them train; data parallelism takes what is left. 0: colocated, all ranks
+    train and sample by turns."""
     rollout_tensor_parallel_size: int = 1
     """Ranks of one vLLM replica. rollout_world_size / this = number of replicas."""
     distributed_timeout_minutes: int = 30
@@ -171,6 +172,9 @@ class RolloutConfig:
 
     rollout_backend: Literal["vllm", "hf"] = "vllm"
     """vllm: one SPMD engine a replica. hf: plain generation with the Hugging Face model, for machines without vLLM."""
+    compute_on: Literal["training", "rollout"] = "training"
+    """Where values, reference log-probs and reward-model scores are computed. rollout: by the rollout ranks, on what they sampled, with
+    copies of these networks there; needs rollout_backend = hf, and values a shared critic."""
     prompts_per_iteration: int = 32
     """Prompts in one iteration."""
     samples_per_prompt: int = 8
@@ -277,9 +281,21 @@ class Config:
         return p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
 
     @property
-    def num_replicas(self) -> int:
-        """Inference engines in the rollout mesh."""
-        return self.parallel.rollout_world_size // self.parallel.rollout_tensor_parallel_size
+    def is_colocated(self) -> bool:
+        """Whether the same ranks train and sample."""
+        return self.parallel.rollout_world_size == 0
+
+    def training_size(self, world_size: int) -> int:
+        """Ranks of the training mesh in a launch of ``world_size`` ranks."""
+        return world_size - self.parallel.rollout_world_size
+
+    def rollout_size(self, world_size: int) -> int:
+        """Ranks of the rollout mesh in a launch of ``world_size`` ranks."""
+        return self.parallel.rollout_world_size or world_size
+
+    def num_replicas(self, world_size: int) -> int:
+        """Inference engines in the rollout mesh of a launch of ``world_size`` ranks."""
+        return self.rollout_size(world_size) // self.parallel.rollout_tensor_parallel_size
 
     @property
     def rollout_batch_size(self) -> int:
@@ -308,13 +324,18 @@ class Config:
         return self.model.transformer_overrides.get("transformer_impl", "auto")
 
     @property
+    def overlap_grad_reduce(self) -> bool:
+        """Whether gradients are reduced while the backward pass still runs."""
+        return self.model.transformer_overrides.get("overlap_grad_reduce", "false").lower() == "true"
+
+    @property
     def rollout_expert_parallel(self) -> bool:
         """Whether each rank of a vLLM replica holds whole experts."""
         return self.rollout.vllm_overrides.get("enable_expert_parallel", "false").lower() == "true"
 
     def data_parallel_size(self, world_size: int) -> int:
         """Data-parallel replicas of the trainer in a launch of ``world_size`` ranks."""
-        return (world_size - self.parallel.rollout_world_size) // self.model_parallel_size
+        return self.training_size(world_size) // self.model_parallel_size
 
     def training_mesh_sizes(self, num_training: int) -> dict[str, int]:
         """Sizes of a training mesh of ``num_training`` ranks, by the names of its axes, for records and messages."""
@@ -335,8 +356,8 @@ class Config:
     def mesh_sizes(self, world_size: int) -> dict[str, int]:
         """``training_mesh_sizes`` of a launch of ``world_size`` ranks, and the rollout mesh's."""
         p = self.parallel
-        rollout = {"rollout_tp": p.rollout_tensor_parallel_size, "replicas": self.num_replicas}
-        return self.training_mesh_sizes(world_size - p.rollout_world_size) | rollout
+        rollout = {"rollout_tp": p.rollout_tensor_parallel_size, "replicas": self.num_replicas(world_size)}
+        return self.training_mesh_sizes(self.training_size(world_size)) | rollout
 
     def fsdp_shards(self, num_training: int) -> int:
         """Of ``num_training`` training ranks, those over which FSDP shards."""

@@ -30,7 +30,7 @@ def faults(config: Config, world_size: int, *, needs_data: bool = True) -> list[
     found += _meshes(config, world_size)
     if needs_data:
         if not found:
-            found += _batches(config, config.data_parallel_size(world_size))
+            found += _batches(config, config.data_parallel_size(world_size), config.num_replicas(world_size))
         found += _algorithm(config)
         found += _prompt_file(config)
     found += _checkpoints(config)
@@ -68,11 +68,14 @@ def _ranges(config: Config) -> Iterator[str]:
             f"virtual_pipeline_model_parallel_size = {p.virtual_pipeline_model_parallel_size} must be at least 2; "
             "leave it out for the plain schedule"
         )
-    if p.rollout_world_size < 1:
-        yield f"rollout_world_size = {p.rollout_world_size} must be at least 1: training and rollout need ranks of their own"
+    if p.rollout_world_size < 0:
+        yield f"rollout_world_size = {p.rollout_world_size} must be at least 1, or 0: all ranks train and sample by turns"
     expert_parallel = r.vllm_overrides.get("enable_expert_parallel", "false")
     if expert_parallel.lower() not in ("true", "false"):
         yield f"vllm_overrides: enable_expert_parallel = {expert_parallel!r} must be true or false"
+    overlap = config.model.transformer_overrides.get("overlap_grad_reduce", "false")
+    if overlap.lower() not in ("true", "false"):
+        yield f"transformer_overrides: overlap_grad_reduce = {overlap!r} must be true or false"
     if config.transformer_impl not in ("auto", "local", "transformer_engine"):
         yield f"transformer_overrides: transformer_impl = {config.transformer_impl!r} must be auto, local or transformer_engine"
     if r.top_k != -1 and r.top_k < 1:
@@ -131,7 +134,7 @@ def _real_ranges(config: Config) -> Iterator[str]:
 
 def _meshes(config: Config, world_size: int) -> Iterator[str]:
     p = config.parallel
-    training = world_size - p.rollout_world_size
+    training = config.training_size(world_size)
     size = config.model_parallel_size
     product = f"TP {p.tensor_model_parallel_size} x PP {p.pipeline_model_parallel_size} x CP {p.context_parallel_size} = {size}"
     if training < size or training % size:
@@ -141,11 +144,17 @@ def _meshes(config: Config, world_size: int) -> Iterator[str]:
             f"are left to train; that must be a multiple of {product} (the factor is the data-parallel size). "
             f"Launch {good} ranks, or change a size"
         )
-    if p.rollout_world_size % p.rollout_tensor_parallel_size:
+    rollout, tp = config.rollout_size(world_size), p.rollout_tensor_parallel_size
+    if rollout % tp:
+        named = f"{rollout} ranks sample" if config.is_colocated else f"rollout_world_size = {rollout}"
+        nearest = sorted({max(1, rollout // tp) * tp, -(-rollout // tp) * tp})
         yield (
-            f"rollout_world_size = {p.rollout_world_size} is not a multiple of rollout_tensor_parallel_size = "
-            f"{p.rollout_tensor_parallel_size}: replicas x TP = rollout ranks"
+            f"{named}, which is not a multiple of rollout_tensor_parallel_size = {tp}: replicas x TP = rollout ranks. "
+            f"The nearest are {' and '.join(map(str, nearest))}; or choose another TP"
         )
+    if p.cpu_offload == "sampling" and not config.is_colocated:
+        yield "cpu_offload = sampling makes room for an engine on the same ranks: set rollout_world_size to 0, or leave it out"
+    yield from _computed_on_rollout(config)
     if config.rollout.rollout_backend == "hf" and p.rollout_tensor_parallel_size > 1:
         yield (
             f"rollout_backend = hf holds the whole model on each rank, but rollout_tensor_parallel_size = "
@@ -156,7 +165,7 @@ def _meshes(config: Config, world_size: int) -> Iterator[str]:
     if p.backend == "fsdp":
         yield from _fsdp(config, training)
         return
-    for name, value in {"fsdp_shard_size": p.fsdp_shard_size, "cpu_offload": p.cpu_offload or None}.items():
+    for name, value in {"fsdp_shard_size": p.fsdp_shard_size, "cpu_offload": "always" if p.cpu_offload == "always" else None}.items():
         if value is not None:
             yield f"{name} = {value} is FSDP's, but backend = megatron: leave it out, or set backend to fsdp"
     if p.sequence_parallel and p.tensor_model_parallel_size == 1:
@@ -167,6 +176,21 @@ def _meshes(config: Config, world_size: int) -> Iterator[str]:
             data_parallel_size(training, parallel)  # what is left to refuse are the experts' equations
     except ValueError as error:
         yield str(error)
+
+
+def _computed_on_rollout(config: Config) -> Iterator[str]:
+    if config.rollout.compute_on == "training":
+        return
+    if config.rollout.rollout_backend != "hf":
+        yield (
+            f"compute_on = rollout needs rollout_backend = hf, which can score what it sampled; it is {config.rollout.rollout_backend}. "
+            "Set it to hf, or compute_on to training"
+        )
+    if config.model.critic == "separate":
+        yield (
+            "compute_on = rollout needs the values of a shared critic, whose weights travel with the actor's; critic = separate stays on "
+            "the training ranks. Set critic to shared or none, or compute_on to training"
+        )
 
 
 def _fsdp(config: Config, num_training: int) -> Iterator[str]:
@@ -189,7 +213,7 @@ def _fsdp(config: Config, num_training: int) -> Iterator[str]:
         yield fault
 
 
-def _batches(config: Config, data_parallel_size: int) -> Iterator[str]:
+def _batches(config: Config, data_parallel_size: int, num_replicas: int) -> Iterator[str]:
     t, r = config.training, config.rollout
     batch = config.rollout_batch_size
     if batch % t.global_batch_size:
@@ -205,9 +229,9 @@ def _batches(config: Config, data_parallel_size: int) -> Iterator[str]:
             f"global_batch_size = {t.global_batch_size} is not a multiple of the data-parallel size {data_parallel_size}; "
             f"the nearest multiple is {good_size}"
         )
-    if r.prompts_per_iteration < config.num_replicas:
+    if r.prompts_per_iteration < num_replicas:
         yield (
-            f"prompts_per_iteration = {r.prompts_per_iteration} is less than the {config.num_replicas} rollout replicas: "
+            f"prompts_per_iteration = {r.prompts_per_iteration} is less than the {num_replicas} rollout replicas: "
             "some would have nothing to do; use fewer rollout ranks or more prompts"
         )
     p, limit = config.parallel, t.max_tokens_per_micro_batch

@@ -7,6 +7,8 @@
     5 update     training              epochs x mini-batches x micro-batches
     6 log        rank 0                console, files, dashboards
 
+Where one mesh does both (colocated), a rank goes through all of them by turns, and the engine sleeps from 3 to 6.
+
 At each boundary between iterations all ranks agree on what anyone was asked for (stop, save), and the training mesh writes a checkpoint
 where one is due. A decision depends only on the configuration, the iteration, or a value agreed by all ranks.
 """
@@ -22,7 +24,7 @@ from megatron_ppo.agreement import all_agree
 from megatron_ppo.bridge import Bridge
 from megatron_ppo.checkpointer import Checkpointer
 from megatron_ppo.config import Config
-from megatron_ppo.data_bus import DataBus
+from megatron_ppo.data_bus import DataBus, DataHandle
 from megatron_ppo.experience import make_experience
 from megatron_ppo.metrics import MetricsWriter, Stopwatch, summarise, warn
 from megatron_ppo.ppo import KLController
@@ -47,7 +49,7 @@ class RunContext:
     watchdog: Watchdog
     bus: DataBus
     control: Bridge | None
-    """Joins rank 0 of both meshes; None on other ranks."""
+    """Joins rank 0 of both meshes; None on other ranks, and where both are one."""
     synchronizer: WeightSynchronizer
     prompts: PromptSet
     sampler: PromptSampler
@@ -113,6 +115,14 @@ class Controller:
             watchdog.save_requested = False
         return asked
 
+    def _sample(self, worker: RolloutWorker, iteration: int) -> None:
+        """A rollout rank's part of step 2; its trajectories are on the bus then."""
+        context = self.context
+        prompts = tuple(context.prompts.prompts[row] for row in context.sampler.rows(iteration))
+        worker.collect(context.bus.put(PromptBatch(iteration, prompts), key=f"prompts/{iteration}"))
+        if self._samples_greedily(iteration) and context.world.replica == 0:
+            worker.collect_greedy(iteration, prompts[: context.config.logging.num_logged_samples])
+
     def _samples_greedily(self, iteration: int) -> bool:
         """Whether greedy answers are logged in an iteration: the first, before any update, and the last."""
         last = self.context.config.training.train_iters - 1
@@ -128,15 +138,11 @@ class RolloutController(Controller):
         self._training = RemoteTraining(context.world, context.resume.iteration)
 
     def _iterate(self, iteration: int) -> None:
-        context, config = self.context, self.context.config
+        context = self.context
         with context.watchdog.phase(f"weight sync v{self._training.version}"):
             context.synchronizer.sync(self._training, self._worker)
         with context.watchdog.phase(f"rollout of iteration {iteration}"):
-            prompts = tuple(context.prompts.prompts[row] for row in context.sampler.rows(iteration))
-            request = context.bus.put(PromptBatch(iteration, prompts), key=f"prompts/{iteration}")
-            self._worker.collect(request)
-            if self._samples_greedily(iteration) and context.world.replica == 0:
-                self._worker.collect_greedy(iteration, prompts[: config.logging.num_logged_samples])
+            self._sample(self._worker, iteration)
         self._training.finished_update()
 
 
@@ -159,10 +165,10 @@ class TrainingController(Controller):
     def _iterate(self, iteration: int) -> None:
         context, engine, watch = self.context, self._engine, Stopwatch()
         with context.watchdog.phase(f"weight sync v{engine.version}"):
-            context.synchronizer.sync(engine, self._rollout)
+            self._sync()
         watch.lap("sync")
         with context.watchdog.phase(f"rollout of iteration {iteration}"):
-            batch = engine.fetch(self._rollout.collect(iteration))
+            batch = engine.fetch(self._collect(iteration))
         watch.lap("rollout")
         with context.watchdog.phase(f"score of iteration {iteration}"):
             log_probs, ref_log_probs = engine.compute_log_probs(batch), engine.compute_ref_log_probs(batch)
@@ -180,6 +186,13 @@ class TrainingController(Controller):
         watch.lap("update")
         with context.watchdog.phase(f"log of iteration {iteration}"):
             self._log(iteration, batch, metrics, watch)
+
+    def _sync(self) -> None:
+        self.context.synchronizer.sync(self._engine, self._rollout)
+
+    def _collect(self, iteration: int) -> list[DataHandle]:
+        """Handles of all replicas' trajectories."""
+        return self._rollout.collect(iteration)
 
     def _is_writing(self) -> bool:
         return self._checkpointer.is_writing
@@ -254,6 +267,33 @@ class TrainingController(Controller):
                 }
             )
         return rows
+
+
+class ColocatedController(TrainingController):
+    """Both sides of the loop on every rank, by turns: while one works, the memory that the other can do without is free."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        engine: TrainingEngine,
+        worker: RolloutWorker,
+        writer: MetricsWriter | None,
+        checkpointer: Checkpointer,
+    ) -> None:
+        super().__init__(context, engine, writer, checkpointer)
+        self._worker = worker
+
+    def _sync(self) -> None:
+        self._engine.make_room()
+        self._worker.wake_up("weights")
+        self.context.synchronizer.sync(self._engine, self._worker)
+
+    def _collect(self, iteration: int) -> list[DataHandle]:
+        self._worker.wake_up("cache")
+        self._sample(self._worker, iteration)
+        self._worker.sleep()
+        self._engine.take_room()
+        return super()._collect(iteration)
 
 
 def _remove(file: Path) -> None:

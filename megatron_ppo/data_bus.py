@@ -62,7 +62,7 @@ class DataBus:
         if key in self._local:
             raise ValueError(f"the data bus of rank {self._world.global_rank} already holds {key!r}; delete it first")
         self._local[key] = data
-        if isinstance(data, TrajectoryBatch):
+        if isinstance(data, TrajectoryBatch) and not self._world.is_colocated:  # a colocated owner is also the one who reads it
             self._serve(key, data.to_bytes())
         return DataHandle(self._world.global_rank, key)
 

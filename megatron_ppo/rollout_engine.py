@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ppo.backends.base import InferenceBackend
+from megatron_ppo.backends.base import EngineMemory, InferenceBackend
 from megatron_ppo.config import Config
 from megatron_ppo.data_bus import DataBus, DataHandle
 from megatron_ppo.device import device
@@ -74,16 +74,32 @@ class RolloutWorker:
     def set_weights(self, handle: DataHandle) -> TransferStats:
         """Receive the weights that ``handle`` names into the engine's live parameters. Collective over the rollout mesh.
 
+        Where this rank trains too, the handle is of its own weights, which it sends in the same exchange.
+
         Raises:
             RuntimeError: the bytes that arrived are not the bytes of this rank's shard. The engine is unusable from the start of a sync
                 until one has ended well.
         """
         self.version = None
-        stats = self._executor.receive(self._backend.weights())
+        if self._world.is_colocated:
+            own = self._bus.get(handle)
+            assert isinstance(own, dict)
+            stats = self._executor.exchange(own, self._backend.weights())
+        else:
+            stats = self._executor.receive(self._backend.weights())
         self._refit = self._count_bytes(stats.bytes_received)
         self._backend.after_weight_update()
         self.version = version_of(handle)
         return stats
+
+    def wake_up(self, what: EngineMemory) -> None:
+        """Take back the memory that ``sleep`` gave up: ``weights`` before a sync, ``cache`` before sampling. Their content is lost."""
+        self._backend.wake_up(what)
+
+    def sleep(self) -> None:
+        """Give up the engine's memory for as long as this rank trains; a sync must bring the weights again."""
+        self.version = None
+        self._backend.sleep()
 
     def live_weights(self) -> dict[str, Tensor]:
         """This rank's live parameters by the engine's local name."""
@@ -99,7 +115,7 @@ class RolloutWorker:
         assert isinstance(request, PromptBatch)
         self._forget_previous()
         self._previous.append(prompts_handle)
-        prompts = shard(request.prompts, self._config.num_replicas, self._world.replica)
+        prompts = shard(request.prompts, self._world.num_replicas, self._world.replica)
         requests = expand(prompts, self._config.rollout.samples_per_prompt)
         seeds = [
             request_seed(self._config.training.seed, request.iteration, prompt.prompt_id, sample) for prompt, sample in requests

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,7 +23,7 @@ from megatron_ppo.bridge import Bridge
 from megatron_ppo.checkpointer import Checkpointer
 from megatron_ppo.config import Config, DataConfig
 from megatron_ppo.config_io import parse_arguments
-from megatron_ppo.controller import RolloutController, RunContext, Stopped, TrainingController
+from megatron_ppo.controller import ColocatedController, RolloutController, RunContext, Stopped, TrainingController
 from megatron_ppo.data_bus import DataBus
 from megatron_ppo.families import network_shape
 from megatron_ppo.learning_curve import draw_png, read_metrics
@@ -62,7 +62,9 @@ def train(config: Config) -> None:
         with watchdog.phase("start-up: checkpoint"):
             resume = find_resume_point(config, world, data.prompts.fingerprint)
         run = Run(config, world, watchdog, data, folder, resume)
-        if world.is_training:
+        if world.is_colocated:
+            run.colocated()
+        elif world.is_training:
             run.train()
         else:
             run.rollout()
@@ -100,15 +102,58 @@ class Run:
 
     def train(self) -> None:
         """A training rank's whole run."""
-        config = self._config
+        engine, weights = self._training_engine()
+        context, _ = self._connect(sources=weights)
+
+        def controller(writer: MetricsWriter | None, checkpointer: Checkpointer) -> TrainingController:
+            return TrainingController(context, engine, writer, checkpointer)
+
+        self._train(engine, controller)
+
+    def rollout(self) -> None:
+        """A rollout rank's whole run."""
+        rewards = self._rewards()
+        with self._watchdog.phase("start-up: inference engine"):
+            backend = self._inference_backend()
+        context, executor = self._connect(destinations=backend.weights())
+        worker = self._worker(backend, executor, rewards)
+        self._loop(RolloutController(context, worker))
+        with self._watchdog.phase("closing"):
+            worker.close()
+
+    def colocated(self) -> None:
+        """The whole run of a rank that trains and samples by turns.
+
+        The engine is built first, so that it measures its memory without the trainer's, and sleeps while that is built.
+        """
+        rewards = self._rewards()
+        with self._watchdog.phase("start-up: inference engine"):
+            backend = self._inference_backend()
+            backend.sleep()
+        engine, weights = self._training_engine()
+        context, executor = self._connect(sources=weights, destinations=backend.weights())
+        worker = self._worker(backend, executor, rewards)
+
+        def controller(writer: MetricsWriter | None, checkpointer: Checkpointer) -> TrainingController:
+            return ColocatedController(context, engine, worker, writer, checkpointer)
+
+        self._train(engine, controller)
+        with self._watchdog.phase("closing"):
+            worker.close()
+
+    def _training_engine(self) -> tuple[TrainingEngine, Parameters]:
+        """The trainer, at the point from which the run goes on, and this rank's live weights of the actor."""
         with self._watchdog.phase("start-up: models"):
             backend = self._training_backend()
-        engine = TrainingEngine(config, self._world, self._bus, backend, device.device())
-        resume, state = self._resume, self._resume.state
-        if resume.folder is not None:
+        engine = TrainingEngine(self._config, self._world, self._bus, backend, device.device())
+        if self._resume.folder is not None:
             with self._watchdog.phase("start-up: checkpoint"):
-                engine.load_checkpoint(resume.folder, state)
-        context, _ = self._connect(sources=backend.weights())
+                engine.load_checkpoint(self._resume.folder, self._resume.state)
+        return engine, backend.weights()
+
+    def _train(self, engine: TrainingEngine, make_controller: Callable[[MetricsWriter | None, Checkpointer], TrainingController]) -> None:
+        """The loop of a rank that trains, its records and checkpoints around it."""
+        config, resume, state = self._config, self._resume, self._resume.state
         writer = None
         if self._folder is not None:
             self._folder.begin(LaunchRecord(self._world.run_id, config.checkpoint.resume), resume.iteration if resume.is_own else None)
@@ -116,7 +161,7 @@ class Run:
             writer = MetricsWriter(config, first_iteration=resume.iteration, wandb_run_id=wandb_run_id)
         newest = resume.iteration if resume.is_own else None
         checkpointer = Checkpointer(config, self._world, engine, newest=newest, prompts=self._data.prompts.fingerprint)
-        stopped = self._loop(TrainingController(context, engine, writer, checkpointer))
+        stopped = self._loop(make_controller(writer, checkpointer))
         with self._watchdog.phase("closing"):
             if config.checkpoint.save_hf_interval is not None and stopped is None:
                 checkpointer.export_hf("hf", must=True)
@@ -128,21 +173,14 @@ class Run:
                 (self._folder.path / PREEMPTED).write_text(f"{stopped}\n", encoding="utf-8")
                 print(f"{stopped}", flush=True)
 
-    def rollout(self) -> None:
-        """A rollout rank's whole run."""
-        config, data = self._config, self._config.data
+    def _rewards(self) -> RewardPool | None:
+        """The function reward of a replica's head."""
         with self._watchdog.phase("start-up: reward"):
-            rewards = None
-            if data.reward is not None and self._world.is_head:
-                rewards = _make_rewards(data)
-        with self._watchdog.phase("start-up: inference engine"):
-            backend = self._inference_backend()
-        context, executor = self._connect(destinations=backend.weights())
+            return _make_rewards(self._config.data) if self._config.data.reward is not None and self._world.is_head else None
+
+    def _worker(self, backend: InferenceBackend, executor: ReshardExecutor, rewards: RewardPool | None) -> RolloutWorker:
         text = (self._data.tokenizer, self._data.stop_token_ids)
-        worker = RolloutWorker(config, self._world, self._bus, backend, executor, *text, rewards)
-        self._loop(RolloutController(context, worker))
-        with self._watchdog.phase("closing"):
-            worker.close()
+        return RolloutWorker(self._config, self._world, self._bus, backend, executor, *text, rewards)
 
     def _training_backend(self) -> TrainingBackend:
         num_optimizer_steps = self._config.num_optimizer_steps
@@ -170,7 +208,7 @@ class Run:
         config, world = self._config, self._world
         with self._watchdog.phase("start-up: bridge"):
             heads = (world.training_ranks[0], world.rollout_ranks[0])
-            control = self._bridge("control", heads, "gloo") if world.rank == 0 else None
+            control = self._bridge("control", heads, "gloo") if world.rank == 0 and not world.is_colocated else None
             dtype = transfer_dtype(config)
             executor = ReshardExecutor(
                 refit_plan(config, world.world_size),

@@ -51,11 +51,24 @@ class TrainingEngine:
         self._published = self._bus.put(self._backend.weights(), key=f"weights/{self.version}")
         return self._published
 
+    def make_room(self) -> None:
+        """Before an engine on the same ranks samples: what ``cpu_offload`` says goes out of its way."""
+        if self._config.parallel.cpu_offload == "sampling":
+            self._backend.offload()
+
+    def take_room(self) -> None:
+        """After ``make_room``, before training goes on."""
+        if self._config.parallel.cpu_offload == "sampling":
+            self._backend.reload()
+
     def fetch(self, handles: Sequence[DataHandle]) -> TrajectoryBatch:
-        """All replicas' trajectories, whole, on every training rank: each handle is pulled by one rank, which hands it on."""
+        """All replicas' trajectories, whole, on every training rank: each handle is pulled by one rank, which hands it on.
+
+        Where the owner trains too it is that rank, and nothing is pulled.
+        """
         parts = []
         for index, handle in enumerate(handles):
-            puller = index % self._world.mesh_size
+            puller = handle.owner if self._world.is_colocated else index % self._world.mesh_size
             batch = self._bus.get(handle) if self._world.rank == puller else None
             assert batch is None or isinstance(batch, TrajectoryBatch)
             data = self._broadcast_bytes(batch.to_bytes() if batch is not None else None, puller)

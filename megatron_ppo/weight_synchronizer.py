@@ -86,36 +86,41 @@ class WeightSynchronizer:
         """
         started = time.monotonic()
         handle, version = source.get_weights(), source.version
+        sent: dict[str, Tensor] = {}
+        received: dict[str, Tensor] = {}
         if self._world.is_training:
             weights = self._bus.get(handle)
             assert isinstance(weights, dict)
-            _refuse_non_finite(weights, version)
-            stats = self._executor.send(weights)
-        else:
+            sent = weights
+            _refuse_non_finite(sent, version)
+        if self._world.is_rollout:  # colocated ranks send and receive at once: the handle is their own
             stats = destinations.set_weights(handle)
-            weights = destinations.live_weights()
+            received = destinations.live_weights()
+        else:
+            stats = self._executor.send(sent)
         if self._world.is_training:  # read by all: a sync starts when the one before has ended everywhere
             self._world.store.delete_key(_checksum_key(version - 1, self._world.global_rank))
         if self._first_version is None:
             self._first_version = version
         if version == self._first_version or self._verify_always:
             try:
-                self._prove(version, weights)
+                self._prove(version, sent, received)
             except BaseException:
                 destinations.version = None  # all bytes came, and not all are right
                 raise
         return SyncStats(version, stats.bytes_sent, stats.bytes_received, time.monotonic() - started)
 
-    def _prove(self, version: int, weights: dict[str, Tensor]) -> None:
+    def _prove(self, version: int, sent: dict[str, Tensor], received: dict[str, Tensor]) -> None:
         """Compare checksums through the launch's store: a few numbers a block."""
         rank, store, plan = self._world.global_rank, self._world.store, self._executor.plan
         if self._world.is_training:
-            sums = source_checksums(plan, rank, weights, self._executor.transfer_dtype)
+            sums = source_checksums(plan, rank, sent, self._executor.transfer_dtype)
             store.set(_checksum_key(version, rank), json.dumps(sums))
+        if not self._world.is_rollout:
             return
-        sources = {group.source for group in plan.groups_of(rank)}
-        sent = {source: json.loads(store.get(_checksum_key(version, source))) for source in sorted(sources)}
-        differences = compare_checksums(plan, sent, {rank: destination_checksums(plan, rank, weights)})
+        sources = {group.source for group in plan.groups_of(rank) if rank in group.destinations}
+        theirs = {source: json.loads(store.get(_checksum_key(version, source))) for source in sorted(sources)}
+        differences = compare_checksums(plan, theirs, {rank: destination_checksums(plan, rank, received)})
         if differences:
             shown = "\n  ".join(differences[:20])
             raise RuntimeError(
@@ -137,10 +142,10 @@ def _refuse_non_finite(weights: dict[str, Tensor], version: int) -> None:
 
 def refit_plan(config: Config, world_size: int) -> ReshardPlan:
     """Who sends which part of which weight to whom, from the configuration alone: every rank builds the same plan."""
-    num_training = world_size - config.parallel.rollout_world_size
-    layouts = rollout_layouts(config)
-    destinations = {rank: layouts[(rank - num_training) % len(layouts)] for rank in range(num_training, world_size)}
-    return build_plan(actor_layouts(config, num_training), destinations, bytes_per_element=transfer_dtype(config).itemsize)
+    sources = actor_layouts(config, config.training_size(world_size))
+    layouts, first = rollout_layouts(config), world_size - config.rollout_size(world_size)
+    destinations = {rank: layouts[(rank - first) % len(layouts)] for rank in range(first, world_size)}
+    return build_plan(sources, destinations, bytes_per_element=transfer_dtype(config).itemsize)
 
 
 def actor_layouts(config: Config, num_training: int) -> dict[int, RankLayout]:

@@ -24,10 +24,12 @@ from typing import Literal, NoReturn
 
 import torch.distributed as dist
 
+from megatron_ppo import slurm
 from megatron_ppo.config import Config
 from megatron_ppo.device import bind_device, process_group_backend
 
-MeshName = Literal["training", "rollout"]
+MeshName = Literal["training", "rollout", "both"]
+"""``both``: colocated, the two meshes are the whole world and take turns."""
 
 _STORE_TIMEOUT = timedelta(minutes=5)
 """For connecting to the store and for keys that the other ranks write during set-up."""
@@ -81,12 +83,17 @@ class World:
     @property
     def is_training(self) -> bool:
         """Whether this rank trains."""
-        return self.mesh == "training"
+        return self.mesh != "rollout"
 
     @property
     def is_rollout(self) -> bool:
         """Whether this rank samples."""
-        return self.mesh == "rollout"
+        return self.mesh != "training"
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether it does both, by turns; the same on every rank."""
+        return self.mesh == "both"
 
     @property
     def num_replicas(self) -> int:
@@ -117,7 +124,9 @@ class World:
         return list(self.rollout_ranks[:: self.rollout_tensor_parallel_size])
 
     def describe(self, global_rank: int) -> str:
-        """``rank 5 (rollout rank 1)``, as all messages name a rank."""
+        """``rank 5 (rollout rank 1)``, as all messages name a rank; ``rank 5 (training and rollout rank 5)`` where it is in both meshes."""
+        if self.is_colocated:
+            return f"rank {global_rank} (training and rollout rank {global_rank})"
         if global_rank in self.training_ranks:
             return f"rank {global_rank} (training rank {global_rank - self.training_ranks.start})"
         return f"rank {global_rank} (rollout rank {global_rank - self.rollout_ranks.start})"
@@ -151,20 +160,23 @@ def init_world(config: Config, *, needs_data: bool = True) -> World:
         config.validate(launch.world_size, needs_data=needs_data)
     except ValueError:
         _raise_on_rank_0(launch)
-    os.environ["LOCAL_RANK"] = str(launch.local_rank)  # srun has a name of its own for it
+    # srun has names of its own for these, or none.
+    os.environ.update(LOCAL_RANK=str(launch.local_rank), MASTER_ADDR=launch.master_addr, MASTER_PORT=str(launch.master_port))
     bind_device()
     store, prefix = _open_store(launch)
-    training_size = launch.world_size - config.parallel.rollout_world_size
+    training_size, rollout_size = config.training_size(launch.world_size), config.rollout_size(launch.world_size)
     mesh: MeshName = "training" if launch.global_rank < training_size else "rollout"
+    if config.is_colocated:
+        mesh = "both"
     world = World(
         global_rank=launch.global_rank,
         world_size=launch.world_size,
         local_rank=launch.local_rank,
         mesh=mesh,
-        rank=launch.global_rank - (0 if mesh == "training" else training_size),
-        mesh_size=training_size if mesh == "training" else config.parallel.rollout_world_size,
+        rank=launch.global_rank - (training_size if mesh == "rollout" else 0),
+        mesh_size=rollout_size if mesh == "rollout" else training_size,
         training_ranks=range(training_size),
-        rollout_ranks=range(training_size, launch.world_size),
+        rollout_ranks=range(launch.world_size - rollout_size, launch.world_size),
         rollout_tensor_parallel_size=config.parallel.rollout_tensor_parallel_size,
         store=store,
         run_id=launch.run_id,
@@ -210,18 +222,17 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
     global_rank, world_size, local_rank = (_number(environ, name, minimum) for name, minimum in zip(names, (0, 1, 0), strict=True))
     if global_rank >= world_size:
         raise ValueError(f"{names[0]}={global_rank} must be below {names[1]}={world_size}")
-    if "MASTER_ADDR" not in environ:
-        raise ValueError(
-            "MASTER_ADDR is not set: torchrun sets it; under srun export the name of the first node "
-            '(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
-        )
+    if by_torchrun and "MASTER_ADDR" not in environ:
+        raise ValueError("MASTER_ADDR is not set: torchrun sets it; export the name of rank 0's node")
     return Launch(
         global_rank=global_rank,
         world_size=world_size,
         local_rank=local_rank,
         node=environ.get("GROUP_RANK", "0") if by_torchrun else environ.get("SLURM_NODEID", "0"),
-        master_addr=environ["MASTER_ADDR"],
-        master_port=_number(environ, "MASTER_PORT", 1, maximum=65535),
+        master_addr=environ["MASTER_ADDR"] if "MASTER_ADDR" in environ else slurm.rank0_host(environ),
+        master_port=(
+            _number(environ, "MASTER_PORT", 1, maximum=65535) if by_torchrun or "MASTER_PORT" in environ else slurm.step_port(environ)
+        ),
         run_id=_run_id(environ),
         attempt=environ.get("TORCHELASTIC_RESTART_COUNT", environ.get("SLURM_RESTART_COUNT", "0")),
         agent_hosts_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",

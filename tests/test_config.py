@@ -21,12 +21,12 @@ FIELDS = set(
     recompute_granularity transformer_overrides trust_remote_code backend fsdp_shard_size cpu_offload
     tensor_model_parallel_size pipeline_model_parallel_size
     virtual_pipeline_model_parallel_size context_parallel_size expert_model_parallel_size sequence_parallel
-    use_distributed_optimizer overlap_grad_reduce rollout_world_size rollout_tensor_parallel_size
+    use_distributed_optimizer rollout_world_size rollout_tensor_parallel_size
     distributed_timeout_minutes heartbeat_timeout_s bucket_bytes optimizer lr critic_lr min_lr lr_decay_style lr_warmup_steps
     weight_decay adam_betas adam_eps clip_grad train_iters global_batch_size micro_batch_size
     max_tokens_per_micro_batch ppo_epochs seed advantage_estimator gamma gae_lambda whiten_advantages bootstrap_truncated
     clip_ratio dual_clip_ratio value_clip value_loss_coef entropy_coef loss_aggregation kl_coef kl_target
-    kl_loss_coef kl_loss_type importance_weight_cap rollout_backend prompts_per_iteration samples_per_prompt
+    kl_loss_coef kl_loss_type importance_weight_cap rollout_backend compute_on prompts_per_iteration samples_per_prompt
     max_prompt_length max_response_length prompt_overflow temperature top_p top_k stop_token_ids rollout_dtype
     vllm_overrides prompt_data data_columns chat_template add_bos strict_data reward
     reward_timeout_s reward_num_workers run_dir num_logged_samples verify_weights loggers max_skipped_steps
@@ -134,7 +134,7 @@ def test_a_fitting_configuration_has_no_fault(files: dict[str, object]) -> None:
     )
     config.validate(12)
     assert config.data_parallel_size(12) == 2
-    assert config.num_replicas == 2
+    assert config.num_replicas(12) == 2
 
 
 @pytest.mark.parametrize(

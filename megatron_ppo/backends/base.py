@@ -21,6 +21,7 @@ from megatron_ppo.families import Head
 from megatron_ppo.types import Completion, MicroBatch, RoleOutput, Sampling
 
 __all__ = [
+    "EngineMemory",
     "InferenceBackend",
     "LossFunction",
     "LossMetrics",
@@ -33,6 +34,8 @@ __all__ = [
 ]
 
 RoleName = Literal["actor", "critic", "reference", "reward"]
+EngineMemory = Literal["weights", "cache"]
+"""What a sleeping inference engine gets back: room for its parameters, and for its key/value cache."""
 
 @dataclass(frozen=True)
 class PlannedNetwork:
@@ -138,6 +141,14 @@ class TrainingBackend(ABC):
         """Local names of this rank's trained weights that hold a NaN or an infinity, after their role. Not collective."""
 
     @abstractmethod
+    def offload(self) -> None:
+        """Make room on this device: the optimizer's state goes to host memory, gradients are freed, weights stay. Not collective."""
+
+    @abstractmethod
+    def reload(self) -> None:
+        """Bring back what ``offload`` took away; before the next ``train_step`` or checkpoint. Not collective."""
+
+    @abstractmethod
     def save_checkpoint(self, folder: Path, *, asynchronous: bool = False) -> PendingSave:
         """Write weights, optimizer and random states of all trained networks below the existing ``folder``.
 
@@ -185,6 +196,14 @@ class InferenceBackend(ABC):
     @abstractmethod
     def after_weight_update(self) -> None:
         """Forget everything derived from the old weights (prefix cache). Called once after the last tensor of a sync."""
+
+    @abstractmethod
+    def sleep(self) -> None:
+        """Give up the memory of cache and weights where the engine can; only ``wake_up`` may follow. A second call changes nothing."""
+
+    @abstractmethod
+    def wake_up(self, what: EngineMemory) -> None:
+        """Take back the memory of weights or cache, whose content is lost. Parameters stay the tensors that ``weights()`` named."""
 
     @abstractmethod
     def close(self) -> None:

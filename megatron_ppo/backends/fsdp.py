@@ -162,6 +162,20 @@ class FSDPBackend(TrainingBackend):
             found += [f"{role}.{name}" for name, finite in zip(shards, flags, strict=True) if not finite]
         return found
 
+    def offload(self) -> None:
+        self._move_optimizers(torch.device("cpu"))
+        if device.has_cuda():
+            torch.cuda.empty_cache()
+
+    def reload(self) -> None:
+        self._move_optimizers(device.device())
+
+    def _move_optimizers(self, where: torch.device) -> None:
+        """Gradients do not outlive a step, so that the moments are all there is to move."""
+        for network in self._trained().values():
+            assert network.optimizer is not None
+            network.optimizer.move_state(where)
+
     def save_checkpoint(self, folder: Path, *, asynchronous: bool = False) -> PendingSave:
         return fsdp_checkpoint.save(self._trained(), folder, self._sizes(), asynchronous=asynchronous)
 

@@ -81,6 +81,12 @@ class FSDPOptimizer:
         self.zero_grad()
         return StepOutcome(grad_norm=grad_norm, lr=lr, skipped=False)
 
+    def move_state(self, where: torch.device) -> None:
+        """Take the moments to a device. Shards are parameters and stay where they are."""
+        for state in self._optimizer.state.values():
+            for kind in state.keys() & set(self._moments):
+                state[kind] = state[kind].to(where)
+
     # -- what a checkpoint keeps --------------------------------------------------------------------------------------
 
     def moments(self) -> dict[str, dict[str, Tensor]]:

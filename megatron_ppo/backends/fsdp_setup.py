@@ -75,9 +75,7 @@ def make_mesh(config: Config) -> DeviceMesh:
 def build_network(config: Config, mesh: DeviceMesh, folder: Path, head: Head, *, frozen: bool) -> Root:
     """The sharded network of ``folder`` with uninitialised weights; a value head is 0. Collective over the training mesh."""
     dtype = getattr(torch, config.model.params_dtype)
-    with torch.device("meta"):
-        model = _empty_model(folder, dtype if frozen else torch.float32, trust_remote_code=config.model.trust_remote_code)
-        role = _make_role(model, head, frozen=frozen)
+    model, role = empty_role(config, folder, head, frozen=frozen)
     trunk = model.base_model
     trunk.rotary_emb = type(trunk.rotary_emb)(config=model.config).to(device.device())  # its buffers are computed, not loaded
     policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
@@ -94,6 +92,14 @@ def build_network(config: Config, mesh: DeviceMesh, folder: Path, head: Head, *,
         raise ValueError(f"{folder}: FSDP cannot build this model, whose buffers {left} are in no checkpoint; use backend megatron")
     _shard(root, options)
     return root
+
+
+def empty_role(config: Config, folder: Path, head: Head, *, frozen: bool) -> tuple[PreTrainedModel, nn.Module]:
+    """(Hugging Face model, the role around it), both without memory, in the dtype that shards are kept in."""
+    dtype = getattr(torch, config.model.params_dtype) if frozen else torch.float32
+    with torch.device("meta"):
+        model = _empty_model(folder, dtype, trust_remote_code=config.model.trust_remote_code)
+        return model, _make_role(model, head, frozen=frozen)
 
 
 def hf_name(name: str) -> str:
@@ -155,7 +161,7 @@ def _recompute(layer: nn.Module, granularity: str) -> None:
 
 
 def _offload_policy(config: Config) -> OffloadPolicy:
-    if not config.parallel.cpu_offload:
+    if config.parallel.cpu_offload != "always":
         return OffloadPolicy()
     if not device.has_cuda() and dist.get_rank() == 0:
         logger.warning("cpu_offload gains nothing here: without a GPU all weights are in host memory anyway")

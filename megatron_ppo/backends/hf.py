@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_ppo import device
-from megatron_ppo.backends.base import InferenceBackend
+from megatron_ppo.backends.base import EngineMemory, InferenceBackend
 from megatron_ppo.backends.inference_checks import check_complete, check_layout, check_requests, forget_weights
 from megatron_ppo.config import Config
 from megatron_ppo.families import network_shape
@@ -96,6 +96,12 @@ class HFBackend(InferenceBackend):
         if not self._has_weights:
             check_complete(self.weights())
             self._has_weights = True
+
+    def sleep(self) -> None:
+        """No cache outlives a call, and the weights stay where they are: they are whole, and small where this backend is used."""
+
+    def wake_up(self, what: EngineMemory) -> None:
+        """Nothing was given up."""
 
     def close(self) -> None:
         """Free the model."""

@@ -166,6 +166,20 @@ class MegatronBackend(TrainingBackend):
             found += [f"{role}.{name}" for name, finite in zip(parameters, flags, strict=True) if not finite]
         return found
 
+    def offload(self) -> None:
+        for network in self._trained().values():
+            assert network.optimizer is not None
+            network.optimizer.move_state(torch.device("cpu"))
+            for chunk in network.chunks:
+                chunk.offload_grad_buffers()
+
+    def reload(self) -> None:
+        for network in self._trained().values():
+            assert network.optimizer is not None
+            network.optimizer.move_state(device.device())
+            for chunk in network.chunks:
+                chunk.restore_grad_buffers()
+
     def save_checkpoint(self, folder: Path, *, asynchronous: bool = False) -> PendingSave:
         return megatron_checkpoint.save(self._trained(), folder, self._mesh(), asynchronous=asynchronous)
 
@@ -265,7 +279,7 @@ class MegatronBackend(TrainingBackend):
         parallel = self._config.parallel
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            overlap_grad_reduce=parallel.overlap_grad_reduce,
+            overlap_grad_reduce=self._config.overlap_grad_reduce,
             use_distributed_optimizer=parallel.use_distributed_optimizer,
         )
         chunks = [
@@ -273,7 +287,7 @@ class MegatronBackend(TrainingBackend):
             DistributedDataParallel(part.config, ddp_config, part, disable_bucketing=index > 0)
             for index, part in enumerate(roles)
         ]
-        if parallel.overlap_grad_reduce:
+        if self._config.overlap_grad_reduce:
             syncs = [chunk.no_sync for chunk in chunks]
             for part in roles:
                 part.config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]

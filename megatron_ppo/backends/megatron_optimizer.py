@@ -104,6 +104,16 @@ class MegatronOptimizer:
         self.num_steps += 1
         return StepOutcome(grad_norm=grad_norm, lr=lr, skipped=False)
 
+    def move_state(self, where: torch.device) -> None:
+        """Take moments and fp32 masters to a device. A parameter that is fp32 is its own master and stays where it is."""
+        for part in self._parts():
+            for parameter, _, _, main in _owned_parameters(part):
+                if parameter.dtype != torch.float32:
+                    main.data = main.data.to(where)
+                state = part.optimizer.state.get(main, {})  # none before the first step
+                for name in state.keys() & set(self._moments):
+                    state[name] = state[name].to(where)
+
     # -- what a checkpoint keeps --------------------------------------------------------------------------------------
 
     @property

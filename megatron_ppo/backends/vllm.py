@@ -28,7 +28,7 @@ import torch.distributed as dist
 import yaml
 from torch import Tensor, nn
 
-from megatron_ppo.backends.base import InferenceBackend
+from megatron_ppo.backends.base import EngineMemory, InferenceBackend
 from megatron_ppo.backends.inference_checks import check_complete, check_layout, check_requests, forget_weights
 from megatron_ppo.backends.vllm_experts import check_experts, expert_options, plain_cpu_experts
 from megatron_ppo.config import Config
@@ -40,8 +40,12 @@ from megatron_ppo.types import Completion, Sampling
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
+logger = logging.getLogger(__name__)
+
 _DEFAULTS = {"gpu_memory_utilization": 0.85, "enable_prefix_caching": True}
 _CPU_DEFAULTS = {"kv_cache_memory_bytes": 2**30}
+_COLOCATED_DEFAULTS = {"gpu_memory_utilization": 0.5}
+"""The engine is built before the trainer and sleeps while that works: what it plans with is free then, but not all of it stays so."""
 _WEIGHTS_LIE_ELSEWHERE = frozenset(
     "quantization pipeline_parallel_size data_parallel_size prefill_context_parallel_size decode_context_parallel_size "
     "enable_lora enable_eplb speculative_config cpu_offload_gb offload_backend hf_overrides tokenizer tokenizer_mode revision".split()
@@ -87,6 +91,9 @@ class VLLMBackend(InferenceBackend):
         self._max_model_len = config.max_model_len
         self._has_weights = load_weights
         on_cpu = not has_cuda()
+        self._can_sleep = config.is_colocated and not on_cpu
+        if config.is_colocated and on_cpu and dist.get_rank() == 0:
+            logger.warning("vLLM cannot sleep on a CPU: its weights and cache keep their memory while the same ranks train")
         set_environment()
         with _start_up(on_cpu):
             from vllm import LLM
@@ -106,10 +113,11 @@ class VLLMBackend(InferenceBackend):
                 "logprobs_mode": "processed_logprobs",  # of the distribution that is drawn from, temperature included
                 "generation_config": "vllm",  # not the folder's sampling defaults: the run's configuration is the only source
                 **expert_options(network, expert_parallel=expert_parallel, on_cpu=on_cpu),
-            } | ({"enforce_eager": True} if on_cpu else {})
+            } | ({"enforce_eager": True} if on_cpu else {"enable_sleep_mode": self._can_sleep})
             named = {name: text for name, text in config.rollout.vllm_overrides.items() if name != "enable_expert_parallel"}
             chosen = parse_overrides(named, fixed)
-            self._llm: LLM | None = LLM(**(_DEFAULTS | (_CPU_DEFAULTS if on_cpu else {}) | chosen | fixed), use_tqdm_on_load=False)
+            defaults = _DEFAULTS | (_CPU_DEFAULTS if on_cpu else {}) | (_COLOCATED_DEFAULTS if self._can_sleep else {})
+            self._llm: LLM | None = LLM(**(defaults | chosen | fixed), use_tqdm_on_load=False)
         self._check_peers(f"engine seed {seed}")
         rank = _tp_group().rank_in_group
         self._layout = vllm_layout(network, tensor_parallel_size=tp_size, tp_rank=rank, expert_parallel=expert_parallel)
@@ -169,6 +177,19 @@ class VLLMBackend(InferenceBackend):
             self._has_weights = True
         if not self._engine.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running while weights change")
+
+    def sleep(self) -> None:
+        """Free cache and weights (vLLM's level 2, which keeps buffers such as rotary tables); on a CPU vLLM can free neither."""
+        if self._can_sleep and not self._engine.llm_engine.is_sleeping():
+            self._engine.sleep(level=2)
+            self._has_weights = False
+
+    def wake_up(self, what: EngineMemory) -> None:
+        """Map memory at the old addresses again: parameters stay the same tensors, and hold nothing until they are written."""
+        if self._can_sleep:
+            self._engine.wake_up(tags=["weights" if what == "weights" else "kv_cache"])
+            if what == "weights":
+                forget_weights(self.weights(), self._layout)
 
     def close(self) -> None:
         """Free the engine and vLLM's groups; the mesh's default process group stays, it is not vLLM's."""

@@ -153,7 +153,10 @@ def smallest_world_size(config: Config) -> int:
     parallel = megatron_parallel(config)
     experts = parallel.expert_tensor_size * parallel.expert_model_parallel_size * parallel.pipeline_model_parallel_size
     shards = config.parallel.fsdp_shard_size or 1
-    return math.lcm(config.model_parallel_size, experts, shards) + config.parallel.rollout_world_size
+    training = math.lcm(config.model_parallel_size, experts, shards)
+    if config.is_colocated:
+        return math.lcm(training, config.parallel.rollout_tensor_parallel_size)
+    return training + config.parallel.rollout_world_size
 
 
 def stage_layers(num_layers: int, parallel: MegatronParallel) -> list[list[range]]:

@@ -66,7 +66,9 @@ class Group:
 
     @property
     def name(self) -> str:
-        """Unique in a plan: classes are disjoint, and one source has at most one group a class."""
+        """Unique in a plan: classes are disjoint, and one source has at most one group a class, beside copies within itself."""
+        if self.destinations == (self.source,):
+            return f"weights/within-{self.source}"
         return f"weights/{self.source}-to-{self.destinations[0]}"
 
     @property
@@ -185,6 +187,8 @@ def build_plan(
                               = max(1, EP / R) x expert TP          whole experts (rollout expert parallel)
                             V = 2 x (shares that a vocabulary padded differently on the two sides adds: 1 where it is long)
 
+    Where both meshes are the same ranks, what every rank of a class holds itself is copied within each and travels nowhere.
+
     so at most 2 x PP for a dense model with TP <= R and PP > 1. Sizes that do not divide each other, and more training ranks than
     key/value heads (whose fused rows are cut across heads), add to D what their shares overlap.
 
@@ -201,10 +205,12 @@ def build_plan(
     held = _index(senders)
     _check_extents(held, receivers, trainer_only)
     streams = _streams(held, receivers)
-    chosen = _assign(streams, senders, receivers)
+    at_home = {key: needs for key, needs in streams.items() if _is_held_by_all(receivers[key[0]], key[1], senders)}
+    chosen = _assign({key: needs for key, needs in streams.items() if key not in at_home}, senders, receivers)
     class_of = {rank: number for number, sender in enumerate(senders) for rank in sender.ranks}
+    groups = [_group(rank, receivers[number], chosen[rank, number], class_of) for rank, number in sorted(chosen)]
     return ReshardPlan(
-        groups=_ordered([_group(rank, receivers[number], chosen[rank, number], class_of) for rank, number in sorted(chosen)]),
+        groups=_ordered(groups + _within(at_home, receivers, class_of)),
         bytes_per_element=bytes_per_element,
         source_shapes={rank: layout.shapes for rank, layout in sources.items()},
         destination_shapes={rank: layout.shapes for rank, layout in destinations.items()},
@@ -384,6 +390,23 @@ def _listed(faults: Sequence[str]) -> str:
 
 
 # ---- who sends
+
+
+def _is_held_by_all(receiver: _Class, holders: Collection[int], senders: list[_Class]) -> bool:
+    """Whether each rank of the destination class is itself a source of what these source classes hold."""
+    return {rank for holder in holders for rank in senders[holder].ranks}.issuperset(receiver.ranks)
+
+
+def _within(streams: Mapping[_Stream, list[_Need]], receivers: list[_Class], class_of: Mapping[int, int]) -> list[Group]:
+    """Copies within each rank of what it holds as a source and wants as a destination."""
+    needs_of: dict[int, list[_Need]] = {}
+    for (number, _), needs in sorted(streams.items()):
+        needs_of.setdefault(number, []).extend(needs)
+    return [
+        _group(rank, replace(receivers[number], ranks=(rank,)), needs, class_of)
+        for number, needs in needs_of.items()
+        for rank in receivers[number].ranks
+    ]
 
 
 def _assign(streams: Mapping[_Stream, list[_Need]], senders: list[_Class], receivers: list[_Class]) -> dict[tuple[int, int], list[_Need]]:

@@ -86,7 +86,8 @@ def transformer_config(network: NetworkShape, config: Config) -> TransformerConf
     check_architecture(network, config)
     fixed = _architecture(network) | _parallelism(config)
     chosen = _computation(network, config)
-    named = {name: text for name, text in config.model.transformer_overrides.items() if name != "transformer_impl"}  # among the chosen
+    chosen_elsewhere = ("transformer_impl", "overlap_grad_reduce")
+    named = {name: text for name, text in config.model.transformer_overrides.items() if name not in chosen_elsewhere}
     overrides = _parse_overrides(named, fixed)
     _check_expert_overrides(overrides)
     return TransformerConfig(**(fixed | chosen | overrides))

@@ -118,7 +118,7 @@ SPLITS: dict[str, dict[str, Any]] = {
     "six tokens on two": {"rows_by_replica": ((1,), (3,))},
 }
 """Other ways to cut the same rows into micro-batches."""
-MORE = {"cpu offload": {"cpu_offload": True}}
+MORE = {"cpu offload": {"cpu_offload": "always"}}
 ONE_RANK = {name: name for name in (*FAMILIES, "all roles", "adam", "nan", "no tokens", "bf16")} | {"one by one": "llama"}
 TWO_RANKS = {name: name for name in (*FAMILIES, "mixture", "shared", "all roles", "decay", "no clipping", "adam", "nan", "bf16")} | {
     "uneven": "llama",
@@ -271,7 +271,7 @@ SHORT = {"max_prompt_length": 8, "max_response_length": 8}
         ({"transformer_overrides": {"transformer_impl": "local"}}, "transformer_overrides = .* is megatron-core's"),
         ({"fsdp_shard_size": 3}, r"fsdp_shard_size = 3: replicas x shards = 4 training ranks, so it may be one of \[1, 2, 4\]"),
         ({"backend": "megatron", "fsdp_shard_size": 2}, "fsdp_shard_size = 2 is FSDP's, but backend = megatron"),
-        ({"backend": "megatron", "cpu_offload": True}, "cpu_offload = True is FSDP's, but backend = megatron"),
+        ({"backend": "megatron", "cpu_offload": "always"}, "cpu_offload = always is FSDP's, but backend = megatron"),
     ],
 )
 def test_settings_of_the_other_backend_are_refused(models: dict[str, str], fields: dict[str, object], message: str) -> None:

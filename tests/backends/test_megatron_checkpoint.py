@@ -75,7 +75,7 @@ def meshes(models: Mapping[str, str]) -> dict[str, tuple[int, dict[str, object]]
         "pp2": (2, adam(models, critic="shared", **PP2)),
         "tied pp2 bf16": (2, adam(models, model="tied", critic="separate", **PP2, **BF16)),
         "dp2": (2, adam(models, **separate)),
-        "dp2 bf16": (2, adam(models, overlap_grad_reduce=True, **BF16)),
+        "dp2 bf16": (2, adam(models, transformer_overrides={"overlap_grad_reduce": "true"}, **BF16)),
         "dp2 plain bf16": (2, adam(models, **BF16, **PLAIN)),
         "vpp2": (2, adam(models, critic="shared", **VPP2)),
         "tp2 sgd": (2, fields(models, critic="shared", **TP2)),

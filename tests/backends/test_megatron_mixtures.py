@@ -121,7 +121,7 @@ def two_ranks(models: dict[str, str], export: Path) -> list[Results]:
         "tp2 expert tp2": Case(fields(models, "mixtral", **TP2)),
         "ep2 cp2": Case(fields(models, "mixtral", **EP2, context_parallel_size=2)),
         "ep2 all roles": Case(all_roles(models, **EP2), roles=("actor", "critic"), micro_batch_size=2),
-        "ep2 adam": Case(adam(models, model="mixtral", overlap_grad_reduce=True, **EP2), micro_batch_size=2),
+        "ep2 adam": Case(adam(models, model="mixtral", transformer_overrides={"overlap_grad_reduce": "true"}, **EP2), micro_batch_size=2),
         "ep2 export": Case(fields(models, "mixtral", critic="shared", **EP2), num_steps=0, export=str(export)),
         "pp2 first stage of one": Case(fields(models, "qwen3_moe", **PP2, **FIRST_ONE), micro_batch_size=2, generate=True),
         "vpp2 empty chunks": Case(

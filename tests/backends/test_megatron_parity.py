@@ -99,7 +99,7 @@ def two_ranks(models: dict[str, str], exports: dict[str, Path]) -> list[Results]
         "dp2": Case(fields(models), micro_batch_size=3),
         "dp2 six tokens": Case(fields(models), rows_by_replica=((1,), (3,)), micro_batch_size=1),
         "dp2 uneven": Case(fields(models), rows_by_replica=((0, 1, 2, 3, 4, 5), (6, 7)), micro_batch_size=2, num_dummies=(0, 2)),
-        "dp2 adam": Case(adam(models, overlap_grad_reduce=True), micro_batch_size=2),
+        "dp2 adam": Case(adam(models, **OVERLAP), micro_batch_size=2),
         "pp2 shared": Case(fields(models, critic="shared", **pp2), micro_batch_size=2, export=str(exports["shared"])),
         "pp2 all roles": Case(all_roles(models, **pp2), roles=("actor", "critic"), micro_batch_size=2),
         "dp2 nan": Case(adam(models, lr_warmup_steps=4), poison="nan", num_steps=3),
@@ -115,6 +115,7 @@ def test_b60_b66_the_split_into_micro_batches_changes_nothing(single: Results, s
     assert_same(single[split], single["llama"])
 
 
+OVERLAP = {"transformer_overrides": {"overlap_grad_reduce": "true"}}
 TWO_RANKS = {
     "tp2": "qwen2",
     "tp2 sequence parallel": "qwen3",
@@ -246,13 +247,13 @@ def four_ranks(models: dict[str, str]) -> list[Results]:
             fields(models, "tied", **pp2), rows_by_replica=((0, 1, 2, 3, 4, 5), (6, 7)), micro_batch_size=2, num_dummies=(0, 2)
         ),
         "dp2 tp2 adam": Case(adam(models, **tp2), micro_batch_size=2),
-        "dp2 pp2 adam": Case(adam(models, **pp2, overlap_grad_reduce=True), micro_batch_size=2),
+        "dp2 pp2 adam": Case(adam(models, **pp2, **OVERLAP), micro_batch_size=2),
         "cp2 tp2": Case(fields(models, context_parallel_size=2, **tp2, sequence_parallel=True)),
         "cp2 pp2": Case(all_roles(models, context_parallel_size=2, **pp2), roles=("actor", "critic"), micro_batch_size=2),
         "cp2 vpp2": Case(
             fields(models, "qwen3", context_parallel_size=2, virtual_pipeline_model_parallel_size=2, **pp2), micro_batch_size=2
         ),
-        "dp2 vpp2 adam": Case(adam(models, virtual_pipeline_model_parallel_size=2, overlap_grad_reduce=True, **pp2), micro_batch_size=2),
+        "dp2 vpp2 adam": Case(adam(models, virtual_pipeline_model_parallel_size=2, **OVERLAP, **pp2), micro_batch_size=2),
         "cp2 dp2": Case(fields(models, context_parallel_size=2)),
         "dp2 pp2 bf16": Case(adam(models, params_dtype="bfloat16", **pp2), micro_batch_size=2),
     }
