@@ -88,7 +88,7 @@ class Cluster:
         files = {"key-file": "munge.key", "socket": "munge.sock", "pid-file": "munged.pid", "log-file": "munged.log", "seed-file": "seed"}
         # --force: the folder of a test lies in /tmp, which others may write to
         self._start("munged", "--foreground", "--force", *(f"--{name}={self.folder / file}" for name, file in files.items()))
-        self._until(lambda: (self.folder / "munge.sock").exists(), "munged listens")
+        self._until((self.folder / "munge.sock").exists, "munged listens")
         self._start("slurmctld", "-D")
         for node in NODES:
             self._start("slurmd", "-D", "-N", node)
@@ -139,6 +139,10 @@ class Job:
         """Send a signal to all steps, as ``--signal`` does before the time limit; the script does not get it."""
         self._cluster.ask("scancel", "--signal", name, str(self.number))
 
+    def set_time_limit(self, minutes: int) -> None:
+        """Of a job that waits or runs."""
+        self._cluster.ask("scontrol", "update", f"JobId={self.number}", f"TimeLimit={minutes}")
+
     def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
         """Poll. ``AssertionError`` with the job's output where it takes longer, or the job fails meanwhile."""
         until = time.monotonic() + timeout_s
@@ -146,7 +150,7 @@ class Job:
             state = self.field("JobState")
             ended = state not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "COMPLETED", "CONFIGURING")
             assert not ended and time.monotonic() < until, f"{what}: not so in state {state}; output:\n{self.output()}"
-            time.sleep(0.5)
+            time.sleep(1)
 
     def wait(self, timeout_s: float) -> None:
         """Until the job has ended well."""

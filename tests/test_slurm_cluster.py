@@ -53,6 +53,8 @@ def test_a_job_is_stopped_before_its_time_limit_and_goes_on(cluster: Cluster, tm
     records = tmp_path / "torchrun" / "run" / "metrics.jsonl"
     jobs["torchrun"].wait_until(lambda: records.exists() and len(read_lines(records)) > 1, "the job trains", 120)
     jobs["torchrun"].signal("TERM")
+    jobs["srun"].wait_until(lambda: jobs["srun"].field("Restarts") == "1", "Slurm has signalled, and the job is queued again", 240)
+    jobs["srun"].set_time_limit(20)  # a minute might be too short for the rest on a busy machine
     for launcher, job in jobs.items():
         job.wait(240)
         said = job.output()

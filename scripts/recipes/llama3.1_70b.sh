@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Llama-3.1 70B: 12 nodes x 8 GPUs of 80 GB. Eight nodes train, four sample.
+# MEM
+# Training TP 8 x PP 8: tensor parallelism within a node, a pipeline of eight nodes of 10 layers each. PP 4 x DP 2 on the same GPUs would need 40%
+# more memory a GPU; with a mini-batch of 256 responses the longer pipeline idles for a few percent only. More nodes become DP.
+# Rollout 8 replicas of TP 4: 35 GB of weights a GPU, 2 of the 8 KV heads each.
+model=llama3.1_70b
+nodes=12
+flags=(
+    --tensor-model-parallel-size 8 --pipeline-model-parallel-size 8 --sequence-parallel
+    --rollout-world-size 32 --rollout-tensor-parallel-size 4
+    --prompts-per-iteration 1024 --samples-per-prompt 1 --global-batch-size 256 --ppo-epochs 1
+    --micro-batch-size 16 --max-tokens-per-micro-batch 4096
+    --max-prompt-length 1024 --max-response-length 3072
+    --recompute-granularity full
+    --vllm-overrides gpu_memory_utilization 0.85
+)
+. "$(dirname "${BASH_SOURCE[0]}")/launch.sh"

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Llama-3.1 8B: 2 nodes x 8 GPUs of 80 GB. One node trains, one samples.
+# MEM
+# Training TP 4 x DP 2: at TP 4 alone actor, critic and reference leave no room for activations (38 bytes a parameter); two data-parallel ranks
+# share the optimizer (26 bytes). 8 KV heads divide by 4.
+# Rollout 8 replicas of TP 1: 16 GB of weights each leave most of the memory to the KV cache.
+model=llama3.1_8b
+nodes=2
+flags=(
+    --tensor-model-parallel-size 4 --sequence-parallel
+    --rollout-world-size 8 --rollout-tensor-parallel-size 1
+    --prompts-per-iteration 1024 --samples-per-prompt 1 --global-batch-size 256 --ppo-epochs 1
+    --micro-batch-size 16 --max-tokens-per-micro-batch 8192
+    --max-prompt-length 1024 --max-response-length 3072
+    --recompute-granularity selective
+    --vllm-overrides gpu_memory_utilization 0.85
+)
+. "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
