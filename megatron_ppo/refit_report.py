@@ -109,7 +109,7 @@ def _header(traffic: RefitTraffic, config: Config) -> str:
             f"wire       {config.rollout.rollout_dtype}: {size_text(traffic.model_bytes)} a copy, buckets of "
             f"{size_text(config.parallel.bucket_bytes)}",
             f"training   ranks 0-{num_training - 1} ({num_training}): {traffic.training_mesh}",
-            f"rollout    ranks {num_training}-{num_training + num_rollout - 1} ({num_rollout}): {traffic.rollout_mesh}",
+            f"rollout    ranks {traffic.rollout[0].rank}-{traffic.rollout[-1].rank} ({num_rollout}): {traffic.rollout_mesh}",
         ]
     )
 
@@ -248,7 +248,7 @@ def report_json(traffic: RefitTraffic) -> dict[str, object]:
 def _received_from(traffic: RefitTraffic, row: RankRow) -> dict[str, int]:
     if row.is_training:
         return {}
-    column = traffic.matrix[:, row.rank - len(traffic.training)]
+    column = traffic.matrix[:, row.rank - traffic.rollout[0].rank]
     return {str(source): int(column[source]) for source in column.nonzero()[0]}
 
 

@@ -79,7 +79,7 @@ class RefitTraffic:
     """Each rank of a replica holds whole experts (expert parallelism of the rollout engine)."""
     ranks_per_node: int
     rows: tuple[RankRow, ...]
-    """By global rank: training ranks, then rollout ranks."""
+    """Training ranks by number, then rollout ranks. A colocated rank has a row on each side."""
     matrix: NDArray[np.int64]
     """[training ranks, rollout ranks]: bytes that the receiver gets from the sender."""
     kinds: Mapping[str, KindRow]
@@ -180,24 +180,30 @@ def size_text(num_bytes: int) -> str:
 
 
 def refit_traffic(plan: ReshardPlan, config: Config, *, ranks_per_node: int) -> RefitTraffic:
-    """Count ``plan``, which is that of ``config``: sources are the training ranks from 0 on, destinations the ranks that follow.
+    """Count ``plan``, which is that of ``config``: sources are the training ranks from 0 on, destinations the next ones, or the same.
+
+    What a colocated rank copies within itself counts as sent and received, as in the executor.
 
     ``ValueError`` where a bucket cannot hold one element.
     """
     network, parallel = network_shape(Path(config.model.model_path)), megatron_parallel(config)
     replica_size = config.parallel.rollout_tensor_parallel_size
     num_training, num_rollout = len(plan.source_shapes), len(plan.destination_shapes)
-    assert [*sorted(plan.source_shapes), *sorted(plan.destination_shapes)] == list(range(num_training + num_rollout))
+    first = 0 if config.is_colocated else num_training
+    assert sorted(plan.source_shapes) == list(range(num_training))
+    assert sorted(plan.destination_shapes) == list(range(first, first + num_rollout))
     matrix = np.zeros((num_training, num_rollout), dtype=np.int64)
     for group in plan.groups:
         for rank in group.destinations:
-            matrix[group.source, rank - num_training] += group.num_elements * plan.bytes_per_element
+            matrix[group.source, rank - first] += group.num_elements * plan.bytes_per_element
     shard_size = config.fsdp_shards(num_training) if config.parallel.backend == "fsdp" else None
     rows = []
-    for rank, traffic in plan.summary(config.parallel.bucket_bytes).items():
-        is_training = rank < num_training
+    summary = plan.summary(config.parallel.bucket_bytes)
+    sides = [(rank, True) for rank in range(num_training)] + [(rank, False) for rank in range(first, first + num_rollout)]
+    for rank, is_training in sides:
+        traffic = summary[rank]
         if not is_training:
-            place = _rollout_place(rank - num_training, replica_size)
+            place = _rollout_place(rank - first, replica_size)
         elif shard_size is not None:
             place = {"copy": rank // shard_size, "shard": rank % shard_size}
         else:
@@ -209,8 +215,8 @@ def refit_traffic(plan: ReshardPlan, config: Config, *, ranks_per_node: int) -> 
                 is_training=is_training,
                 place=place,
                 node=rank // ranks_per_node,
-                bytes_sent=traffic.bytes_sent,
-                bytes_received=traffic.bytes_received,
+                bytes_sent=traffic.bytes_sent if is_training else 0,
+                bytes_received=0 if is_training else traffic.bytes_received,
                 shard_bytes=shard * plan.bytes_per_element,
                 num_groups=traffic.num_groups,
                 num_messages=traffic.num_messages,

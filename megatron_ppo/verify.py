@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2
-    return _launch(arguments, num_ranks)
+    return launch_here("verify", arguments, num_ranks)
 
 
 def _check_input(config: Config, num_ranks: int) -> None:
@@ -78,8 +78,8 @@ def _check_input(config: Config, num_ranks: int) -> None:
     refit_plan(config, num_ranks)
 
 
-def _launch(arguments: Sequence[str], num_ranks: int) -> int:
-    """Start all ranks on this machine, wait, and hand back their exit code. Ranks print for themselves."""
+def launch_here(command: str, arguments: Sequence[str], num_ranks: int) -> int:
+    """Start all ranks of a command of the project on this machine, wait, and hand back their exit code. Ranks print for themselves."""
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -99,7 +99,7 @@ def _launch(arguments: Sequence[str], num_ranks: int) -> int:
                 max_restarts=0,
                 logs_specs=DefaultLogsSpecs(log_dir=notes),
             )
-            elastic_launch(launch, sys.executable)("-m", "megatron_ppo", "verify", *arguments)
+            elastic_launch(launch, sys.executable)("-m", "megatron_ppo", command, *arguments)
     except ChildFailedError as failed:
         code = int(failed.get_first_failure()[1].exitcode)
         return code if code > 0 else 128 - code
@@ -121,31 +121,42 @@ def _run_rank(config: Config, options: Options) -> int:
     with Watchdog(world, config.parallel.heartbeat_timeout_s) as watchdog:
         if options.num_ranks not in (None, world.world_size):
             raise InputError(f"num_ranks = {options.num_ranks}, but the launcher started {world.world_size} ranks; leave it out")
-        with watchdog.phase("start-up: models" if world.is_training else "start-up: inference engine"):
-            backend = _build(config, world)
-        report = verify_on_rank(config, world, backend, watchdog.phase)
+        engine = trainer = None
+        if world.is_rollout:
+            with watchdog.phase("start-up: inference engine"):
+                engine = _build_engine(config, world)
+        if world.is_training:
+            with watchdog.phase("start-up: models"):
+                trainer = _build_trainer(config)
+        report = verify_on_rank(config, world, trainer, engine, watchdog.phase)
         if report is not None:
             _print(report, world, config)
             world.store.set("verify/outcome", "differs" if report.faults else "equal")
         differs = world.store.get("verify/outcome") == b"differs"
         with watchdog.phase("closing"):
-            if isinstance(backend, InferenceBackend):
-                backend.close()
+            if engine is not None:
+                engine.close()
             close_world(world)
     return int(differs)
 
 
-def _build(config: Config, world: World) -> TrainingBackend | InferenceBackend:
-    """This rank's backend; ``InputError`` where settings or folder do not fit it."""
+def _build_trainer(config: Config) -> TrainingBackend:
+    """``InputError`` where settings or folder do not fit it."""
     try:
-        if world.is_training and config.parallel.backend == "fsdp":
+        if config.parallel.backend == "fsdp":
             from megatron_ppo.backends.fsdp import FSDPBackend
 
             return FSDPBackend(config, num_optimizer_steps=1)
-        if world.is_training:
-            from megatron_ppo.backends.megatron import MegatronBackend  # rollout ranks never import megatron-core
+        from megatron_ppo.backends.megatron import MegatronBackend  # rollout ranks never import megatron-core
 
-            return MegatronBackend(config, num_optimizer_steps=1)
+        return MegatronBackend(config, num_optimizer_steps=1)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+
+
+def _build_engine(config: Config, world: World) -> InferenceBackend:
+    """As ``_build_trainer``."""
+    try:
         seed = config.training.seed + world.replica
         if config.rollout.rollout_backend == "hf":
             from megatron_ppo.backends.hf import HFBackend
@@ -196,7 +207,8 @@ def _rank_table(report: Report) -> Table:
             cells = [f"{rank.bytes_sent:,}", "", "", ""]
         else:
             ratio = rank.bytes_received / rank.shard_bytes
-            cells = ["", f"{rank.bytes_received:,}", f"{rank.shard_bytes:,}", f"{ratio:.3f}"]
+            sent = f"{rank.bytes_sent:,}" if rank.mesh == "both" else ""
+            cells = [sent, f"{rank.bytes_received:,}", f"{rank.shard_bytes:,}", f"{ratio:.3f}"]
         table.add_row(str(rank.rank), rank.mesh, rank.place, *cells)
     return table
 
@@ -206,7 +218,7 @@ def _kind_table(report: Report) -> Table:
     table.add_column("parameter", overflow="fold")
     for name in ("tensors", "bytes on all ranks", "exact = gather", "exact = folder"):
         table.add_column(name, justify="right", no_wrap=True)
-    rollout = [rank for rank in report.ranks if rank.mesh == "rollout"]
+    rollout = [rank for rank in report.ranks if rank.mesh != "training"]
     not_run = {way for rank in rollout for way in rank.not_run}
     for name in dict.fromkeys(kind for rank in rollout for kind in rank.kinds):
         kinds = [rank.kinds[name] for rank in rollout if name in rank.kinds]

@@ -33,7 +33,7 @@ from megatron_ppo.data_bus import DataBus
 from megatron_ppo.families import LM_HEAD, canonical_tensors, network_shape
 from megatron_ppo.resharding.boxes import box_text
 from megatron_ppo.resharding.compare import compare_blocks
-from megatron_ppo.resharding.executor import ReshardExecutor, compare_descriptions
+from megatron_ppo.resharding.executor import ReshardExecutor, TransferStats, compare_descriptions
 from megatron_ppo.resharding.gather import gather_canonical
 from megatron_ppo.resharding.hf_checkpoint import HFCheckpoint
 from megatron_ppo.resharding.layout import RankLayout
@@ -70,7 +70,7 @@ class RankReport:
     rank: int
     mesh: str
     place: str
-    """``TP 0 PP 1 DP 0``, or ``replica 0 TP 1``."""
+    """``TP 0 PP 1 DP 0``, or ``replica 0 TP 1``; both where the rank is colocated."""
     bytes_sent: int = 0
     bytes_received: int = 0
     shard_bytes: int = 0
@@ -104,20 +104,25 @@ def policy_only(config: Config) -> Config:
 
 
 def verify_on_rank(
-    config: Config, world: World, backend: TrainingBackend | InferenceBackend, phase: Phase, *, label: str = "verify"
+    config: Config, world: World, trainer: TrainingBackend | None, engine: InferenceBackend | None, phase: Phase, *, label: str = "verify"
 ) -> Report | None:
     """Both rounds. Collective over the launch; the report on global rank 0, None on all other ranks.
 
     Args:
         config: from ``policy_only``; equal on all ranks but for what a backend was built with.
-        backend: this rank's, with the weights of the folder (training), or any weights (rollout). Training weights are changed.
+        trainer: a training rank's backend, with the weights of the folder, which are changed; None on a rollout rank.
+        engine: a rollout rank's backend, with any weights; None on a training rank. A colocated rank has both.
         phase: names what is being done.
         label: unique among the calls of one launch.
     """
-    part = _Part(config, world, phase, label)
+    part = _Part(config, world, trainer, phase, label)
     with phase("verify: bridges"):
-        part.connect(backend.weights())
-    report = part.train(backend) if isinstance(backend, TrainingBackend) else part.rollout(backend)
+        part.connect(None if trainer is None else trainer.weights(), None if engine is None else engine.weights())
+    if engine is not None:
+        report = part.rollout(engine)
+    else:
+        assert trainer is not None
+        report = part.train(trainer)
     with phase("verify: report"):
         world.store.set(f"{label}/report/{world.global_rank}", json.dumps(asdict(report)))
         found = part.collect() if world.global_rank == 0 else None
@@ -128,8 +133,9 @@ def verify_on_rank(
 class _Part:
     """One rank's connections and steps."""
 
-    def __init__(self, config: Config, world: World, phase: Phase, label: str) -> None:
+    def __init__(self, config: Config, world: World, trainer: TrainingBackend | None, phase: Phase, label: str) -> None:
         self._config = config
+        self._trainer = trainer
         self._world = world
         self._phase = phase
         self._label = label
@@ -138,7 +144,7 @@ class _Part:
         self._held_dtype = torch.float32 if config.parallel.backend == "fsdp" else getattr(torch, config.model.params_dtype)
         self._log_probs: dict[str, float] = {}
 
-    def connect(self, weights: dict[str, Tensor]) -> None:
+    def connect(self, sources: Mapping[str, Tensor] | None, destinations: Mapping[str, Tensor] | None) -> None:
         """Make the groups between the meshes; compare plans before the first byte."""
         config, world = self._config, self._world
         self._executor = ReshardExecutor(
@@ -148,15 +154,14 @@ class _Part:
             bucket_bytes=config.parallel.bucket_bytes,
             transfer_dtype=transfer_dtype(config),
         )
-        given = {"sources": weights} if world.is_training else {"destinations": weights}
         key = f"{self._label}/description"
-        world.store.set(f"{key}/{world.global_rank}", self._executor.describe(**given))
+        world.store.set(f"{key}/{world.global_rank}", self._executor.describe(sources=sources, destinations=destinations))
         ranks = range(world.world_size) if world.global_rank == 0 else [0, world.global_rank]
         compare_descriptions([world.store.get(f"{key}/{rank}").decode() for rank in ranks])
         # Full tensors go from the first training rank to every rollout rank.
         self._is_first = world.is_training and world.rank == 0
         members = (world.training_ranks[0], *world.rollout_ranks)
-        self._full = self._bridge("full", members) if world.global_rank in members else None
+        self._full = self._bridge("full", members) if world.global_rank in members and not world.is_colocated else None
         self._all = self._bridge("all", range(world.world_size))
 
     def _bridge(self, name: str, ranks: Iterable[int]) -> Bridge:
@@ -189,14 +194,20 @@ class _Part:
         return report
 
     def _send_full(self, backend: TrainingBackend) -> None:
+        for _, tensor in self._gather(backend, to=0):
+            if self._is_first:
+                assert tensor is not None and self._full is not None
+                self._full.broadcast(tensor, self._world.global_rank)
+
+    def _gather(self, backend: TrainingBackend, *, to: int | None) -> Iterator[tuple[str, Tensor | None]]:
+        """Full tensors at one training rank, or (None) at all."""
         wanted = {tensor.name: tensor.shape for tensor in canonical_tensors(self._network)}
         layouts = actor_layouts(self._config, self._world.mesh_size)
-        stream = gather_canonical(layouts, backend.weights(), to=0, names=list(wanted), shapes=wanted, check_replicas=True)
-        for name, tensor in stream:
-            if self._is_first:
-                assert tensor is not None and tensor.dtype == self._held_dtype, f"{name} is not held in {self._held_dtype}"
-                assert self._full is not None
-                self._full.broadcast(tensor, self._world.global_rank)
+        for name, tensor in gather_canonical(
+            layouts, backend.weights(), to=to, names=list(wanted), shapes=wanted, check_replicas=True
+        ):
+            assert tensor is None or tensor.dtype == self._held_dtype, f"{name} is not held in {self._held_dtype}"
+            yield name, tensor
 
     def _compare_log_probs(self, backend: TrainingBackend) -> None:
         """Every training rank recomputes what all replicas have sampled."""
@@ -216,26 +227,32 @@ class _Part:
     # -- rollout mesh -------------------------------------------------------------------------------------------------
 
     def rollout(self, backend: InferenceBackend) -> RankReport:
-        """Receive both rounds both ways, read the folder, and compare."""
-        world = self._world
-        report = RankReport(world.global_rank, "rollout", f"replica {world.replica} TP {world.replica_tp_rank}")
+        """Receive both rounds both ways, read the folder, and compare. A colocated rank does the training mesh's part in between."""
+        world, trainer = self._world, self._trainer
+        place = f"replica {world.replica} TP {world.replica_tp_rank}"
+        if trainer is not None:
+            place = f"{_training_place(self._config, world)}, {place}"
+        report = RankReport(world.global_rank, world.mesh, place)
         report.shard_bytes = backend.shard_bytes()
         layout = rollout_layouts(self._config)[world.replica_tp_rank]
         comparison = _Comparison(report, layout, transfer_dtype(self._config).itemsize, world.describe(world.global_rank))
         forget_weights(backend.weights(), layout)
         with self._phase("verify: exact, weights of the folder"):
-            report.bytes_received = self._executor.receive(backend.weights()).bytes_received
-            backend.after_weight_update()
+            stats = self._exact(backend)
+            report.bytes_sent, report.bytes_received = stats.bytes_sent, stats.bytes_received
             first = _copy(backend)
         with self._phase("verify: log-probs"):
             self._sample(backend)
+            if trainer is not None:
+                self._compare_log_probs(trainer)
         with self._phase("verify: gather, weights of the folder"):
             comparison.hold(first, self._load(backend, self._receive_full(), GATHER, report), GATHER, "the folder's weights")
         with self._phase("verify: folder"):
             comparison.hold(first, self._load(backend, self._read_folder(), FOLDER, report), FOLDER, "the folder's weights")
+        if trainer is not None:
+            change_weights(trainer.weights())
         with self._phase("verify: exact, changed weights"):
-            self._executor.receive(backend.weights())
-            backend.after_weight_update()
+            self._exact(backend)
             second = _copy(backend)
             comparison.find_stale(first, second)
         with self._phase("verify: gather, changed weights"):
@@ -244,6 +261,14 @@ class _Part:
             place = world.describe(world.global_rank)
             report.faults.append(f"{place}: {comparison.num_bytes} bytes were compared, but the engine holds {report.shard_bytes}")
         return report
+
+    def _exact(self, backend: InferenceBackend) -> TransferStats:
+        if self._trainer is None:
+            stats = self._executor.receive(backend.weights())
+        else:
+            stats = self._executor.exchange(self._trainer.weights(), backend.weights())
+        backend.after_weight_update()
+        return stats
 
     def _load(
         self, backend: InferenceBackend, tensors: Iterator[tuple[str, Tensor]], way: str, report: RankReport
@@ -264,6 +289,11 @@ class _Part:
         return None
 
     def _receive_full(self) -> Iterator[tuple[str, Tensor]]:
+        if self._trainer is not None:
+            for name, whole in self._gather(self._trainer, to=None):
+                assert whole is not None
+                yield name, whole
+            return
         assert self._full is not None
         for tensor in canonical_tensors(self._network):
             full = torch.empty(tensor.shape, dtype=self._held_dtype, device=device.device())

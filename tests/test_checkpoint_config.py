@@ -18,7 +18,8 @@ ALTERS = set(
     model_path tokenizer_path critic critic_path reward_model_path params_dtype backend transformer_overrides optimizer lr
     critic_lr min_lr lr_decay_style lr_warmup_steps weight_decay adam_betas adam_eps clip_grad global_batch_size ppo_epochs seed
     advantage_estimator gamma gae_lambda whiten_advantages bootstrap_truncated clip_ratio dual_clip_ratio value_clip value_loss_coef
-    entropy_coef loss_aggregation kl_coef kl_target kl_loss_coef kl_loss_type importance_weight_cap rollout_backend prompts_per_iteration
+    entropy_coef loss_aggregation kl_coef kl_target kl_loss_coef kl_loss_type importance_weight_cap rollout_backend compute_on
+    prompts_per_iteration
     samples_per_prompt max_prompt_length max_response_length prompt_overflow temperature top_p top_k stop_token_ids rollout_dtype
     vllm_overrides prompt_data data_columns chat_template add_bos strict_data reward reward_timeout_s load_hf
     """.split()

@@ -124,12 +124,12 @@ def _engine(config: Config, replica: int) -> Iterator[Any]:
 
 def _verify(config: Config, world: Any, engine: Any, label: str) -> Any:
     if engine is not None:
-        return verify_on_rank(config, world, engine, contextlib.nullcontext, label=label)
+        return verify_on_rank(config, world, None, engine, contextlib.nullcontext, label=label)
     from megatron_ppo.backends.megatron import MegatronBackend
     from megatron_ppo.backends.megatron_setup import destroy_megatron
 
     trainer = MegatronBackend(config, num_optimizer_steps=1)
-    report = verify_on_rank(config, world, trainer, contextlib.nullcontext, label=label)
+    report = verify_on_rank(config, world, trainer, None, contextlib.nullcontext, label=label)
     del trainer
     destroy_megatron()
     for group in list(dist.distributed_c10d._world.pg_map):  # megatron-core forgets its groups, but their threads live on
