@@ -37,7 +37,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from megatron_ppo.rewards import Reward, RewardInput, RewardTimeout, as_score, resolve_reward
 
@@ -286,10 +286,27 @@ def _kill(worker: _Worker) -> None:
 # -- inside the worker -------------------------------------------------------------------------------------------------------
 
 
+def _outlive_signals() -> None:
+    """Slurm sends a signal to every process of a step. The ranks finish the iteration and save, so what is being scored must not be lost.
+
+    A handler, not SIG_IGN, which programs that the reward starts would inherit; processes that it forks end as they would without.
+    """
+    own = os.getpid()
+
+    def take_note(number: int, _: FrameType | None) -> None:
+        if os.getpid() != own:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, take_note)
+
+
 def _worker_main(spec: str, file_descriptor: int, parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return  # the parent died before the line above
+    _outlive_signals()
     connection = Connection(file_descriptor)
     try:
         reward = resolve_reward(spec)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
 from decimal import Decimal
 from fractions import Fraction
+from multiprocessing.synchronize import Event
 
 from megatron_ppo.rewards import RewardInput
 
@@ -52,3 +55,24 @@ def process_id(sample: RewardInput) -> float:
     """The worker's process id, after a while in which the other workers get their share."""
     time.sleep(0.05)
     return float(os.getpid())
+
+
+def signalled(sample: RewardInput) -> float:
+    """1 where the scheduler's signals do not end the worker, but end what it forked or started."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        os.kill(os.getpid(), number)
+    forking = multiprocessing.get_context("fork")
+    ready = forking.Event()
+    forked = forking.Process(target=_stay, args=(ready,))
+    started = subprocess.Popen(["sleep", "1000"])
+    forked.start()
+    ready.wait()
+    forked.terminate()
+    started.terminate()
+    forked.join()
+    return float(forked.exitcode == started.wait() == -signal.SIGTERM)
+
+
+def _stay(ready: Event) -> None:
+    ready.set()
+    time.sleep(1000)

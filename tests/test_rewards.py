@@ -271,6 +271,13 @@ def test_a_child_that_a_reward_forks_answers_for_no_sample(tmp_path: Path) -> No
             assert result.num_errors == result.num_timeouts == 0
 
 
+def test_the_schedulers_signals_cost_no_score() -> None:
+    """Slurm sends them to every process of a step, and the ranks then save what was scored."""
+    with RewardPool("reward_functions:signalled", 1, 30.0) as pool:
+        result = pool.score(samples("x", "y"))
+    assert result.scores == [1.0, 1.0] and result.num_errors == result.num_timeouts == 0
+
+
 # -- the pool ------------------------------------------------------------------------------------------------------------------
 
 
