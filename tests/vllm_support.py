@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from megatron_ppo.backends.base import InferenceBackend
 from megatron_ppo.config import Config
 from megatron_ppo.resharding.layout import RankLayout, view
-from megatron_ppo.roles.actor_critic import cut_logits
+from megatron_ppo.roles.sampling import cut_logits
 from megatron_ppo.types import Completion, Sampling
 
 SIZES: dict[str, Any] = {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "ffn": 96, "vocab_size": 130}

@@ -44,8 +44,8 @@ from megatron_ppo.families import Head, network_shape
 from megatron_ppo.resharding.fsdp_layout import fsdp_layout, fsdp_layouts
 from megatron_ppo.resharding.hf_checkpoint import load_hf_weights
 from megatron_ppo.resharding.layout import RankLayout
-from megatron_ppo.roles.actor_critic import draw
 from megatron_ppo.roles.base import ActorRole
+from megatron_ppo.roles.sampling import draw
 from megatron_ppo.types import Completion, MicroBatch, RoleOutput, Sampling
 
 

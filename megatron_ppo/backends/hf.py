@@ -2,8 +2,8 @@
 
 Steps 1 and 2 of an iteration, like ``vllm.py``, with the same meaning of every sampling field, the same log-probabilities and the same
 checks; seeded draws differ, because vLLM draws by another method. Parameters are whole, under their Hugging Face names (a layer's experts
-stacked, as ``hf_layout`` says): a replica is one rank. Left out: tensor parallelism, continuous batching (all requests of a call are one
-batch).
+stacked, as ``hf_layout`` says): a replica is one rank. How requests are batched is ``roles/hf_generate.py``'s matter. Left out: tensor
+parallelism, and all of ``vllm_overrides`` but ``max_num_seqs``, the most requests that are sampled at the same time.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from megatron_ppo.families import network_shape
 from megatron_ppo.resharding.layout import box_shape, view
 from megatron_ppo.resharding.vllm_layout import hf_layout
 from megatron_ppo.roles.actor_critic import ActorCritic
+from megatron_ppo.roles.hf_generate import MAX_NUM_SEQS, check_generates
 from megatron_ppo.types import Completion, Sampling
 
 
@@ -44,11 +45,13 @@ class HFBackend(InferenceBackend):
                 "enable_expert_parallel shares experts among ranks, but a replica of rollout_backend = hf is one rank; leave it out"
             )
         self._max_model_len = config.max_model_len
+        self._max_num_seqs = _max_num_seqs(config)
         self._has_weights = load_weights
         dtype = getattr(torch, config.rollout.rollout_dtype)
         trusted = config.model.trust_remote_code
         self._actor: ActorCritic | None = ActorCritic.from_folder(config.model.model_path, dtype=dtype, trust_remote_code=trusted)
         self._actor.to(device.device()).requires_grad_(False)
+        check_generates(self._actor.model)
         self._layout = hf_layout(network_shape(config.model.model_path))
         check_layout(self.weights(), self._layout, dtype)
         if not load_weights:
@@ -59,7 +62,7 @@ class HFBackend(InferenceBackend):
         if not self._has_weights:
             raise RuntimeError("the engine has no weights yet: sync them, or build it with load_weights=True")
         check_requests(prompts, sampling, seeds, self._max_model_len)
-        return self._live_actor.generate(prompts, sampling, seeds)
+        return self._live_actor.generate(prompts, sampling, seeds, max_num_seqs=self._max_num_seqs)
 
     def weights(self) -> dict[str, Tensor]:
         """Live parameters by transformers' name, experts stacked; a tied head appears once, as the embedding."""
@@ -112,3 +115,10 @@ class HFBackend(InferenceBackend):
         if self._actor is None:
             raise RuntimeError("the backend is closed")
         return self._actor
+
+
+def _max_num_seqs(config: Config) -> int:
+    text = config.rollout.vllm_overrides.get("max_num_seqs", str(MAX_NUM_SEQS))
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"vllm_overrides: max_num_seqs = {text!r} must be a whole number of at least 1")
+    return int(text)

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from megatron_ppo.families import LM_HEAD, canonical_tensors, network_shape
+from megatron_ppo.roles import hf_generate
 from megatron_ppo.roles.base import ActorRole, CriticRole
 from megatron_ppo.roles.logits import log_probs_and_entropy
 from megatron_ppo.types import Completion, MicroBatch, RoleOutput, Sampling
@@ -70,19 +71,14 @@ class ActorCritic(nn.Module, ActorRole, CriticRole):
         return apply_value_head(self.score, _hidden_states(self.model, batch.tokens))
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
-        """One response to each prompt, with a key-value cache.
-
-        Every request has its own generator and consumes one number of it a token, so that a response does not depend on the
-        other requests. Log-probabilities are as ``draw`` gives them. A response ends at an id of ``sampling.stop_token_ids`` (which belongs
-        to it) or at ``max_response_length``.
-        """
-        if not prompts:
-            return []
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int], *, max_num_seqs: int = hf_generate.MAX_NUM_SEQS
+    ) -> list[Completion]:
+        """One response to each prompt, as ``hf_generate.generate`` says: with a key-value cache, and each by its own seed."""
         was_training = self.training
         self.eval()
         try:
-            return _generate(self.model, prompts, sampling, seeds)
+            return hf_generate.generate(self.model, prompts, sampling, seeds, max_num_seqs=max_num_seqs)
         finally:
             self.train(was_training)
 
@@ -109,25 +105,6 @@ class Critic(nn.Module, CriticRole):
     def compute_values(self, batch: MicroBatch) -> Tensor:
         """Values [b, T] fp32."""
         return apply_value_head(self.score, self.trunk(input_ids=batch.tokens, use_cache=False).last_hidden_state)
-
-
-def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[int, float]:
-    """Draw one token from ``logits`` [V]; returns it and its log-probability under the distribution drawn from.
-
-    That is logits / temperature, cut to the ``top_k`` most likely, then to the smallest set that holds ``top_p`` of what is left
-    (arXiv:1904.09751), renormalised: vLLM's order and its "processed_logprobs". Greedy: the most likely token, under the logits
-    themselves. By inversion: one uniform number against the cumulated probabilities.
-    """
-    if sampling.greedy:
-        log_probs = logits.double().log_softmax(-1)
-        token = int(log_probs.argmax())
-        return token, float(log_probs[token])
-    scaled = cut_logits(logits.double() / sampling.temperature, sampling)
-    log_probs = scaled.log_softmax(-1)
-    cumulated = log_probs.exp().cumsum(-1)
-    uniform = torch.rand((), dtype=torch.float64, generator=generator) * cumulated[-1]
-    token = int(torch.searchsorted(cumulated, uniform, right=True))  # the first whose sum is above: never one of probability 0
-    return token, float(log_probs[token])
 
 
 def value_head(model: PreTrainedModel, score_weight: Tensor | None) -> nn.Linear:
@@ -219,51 +196,3 @@ def _hidden_states(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 def apply_value_head(head: nn.Linear, hidden: Tensor) -> Tensor:
     """[b, T], computed in fp32: bf16 has steps of 0.4 % at best."""
     return nn.functional.linear(hidden.float(), head.weight.float()).squeeze(-1)
-
-
-def cut_logits(logits: Tensor, sampling: Sampling) -> Tensor:
-    """``logits`` [V], divided by the temperature already, with -inf outside top_k, then outside top_p."""
-    if 0 < sampling.top_k < logits.shape[0]:
-        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)
-    if sampling.top_p < 1:
-        ascending, order = logits.sort()
-        outside = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
-        outside[-1] = False  # the most likely token always stays
-        logits = logits.masked_fill(torch.empty_like(outside).scatter(0, order, outside), -torch.inf)
-    return logits
-
-
-def _generate(model: PreTrainedModel, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
-    """All requests in one batch, left-padded inside; a finished row runs along until the last one has ended."""
-    device = model.get_input_embeddings().weight.device
-    generators = [torch.Generator().manual_seed(int(seed)) for seed in seeds]
-    ids, mask = _left_pad(prompts, device)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    completions = [Completion(token_ids=[], log_probs=[], truncated=True) for _ in prompts]
-    open_rows = set(range(len(prompts)))
-    cache = None
-    for _ in range(sampling.max_response_length):
-        output = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, logits = output.past_key_values, output.logits[:, -1].cpu()
-        drawn = [0] * len(prompts)
-        for row in sorted(open_rows):
-            drawn[row], log_prob = draw(logits[row], sampling, generators[row])
-            completions[row].token_ids.append(drawn[row])
-            completions[row].log_probs.append(log_prob)
-            if drawn[row] in sampling.stop_token_ids:
-                completions[row] = Completion(completions[row].token_ids, completions[row].log_probs, truncated=False)
-                open_rows.remove(row)
-        if not open_rows:
-            break
-        ids = torch.tensor(drawn, device=device)[:, None]
-        mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
-        positions = positions[:, -1:] + 1
-    return completions
-
-
-def _left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids and attention mask (1 = a real token), both [B, longest] int64."""
-    longest = max(len(prompt) for prompt in prompts)
-    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-    return ids, mask

@@ -12,9 +12,10 @@ from torch import Tensor
 from toy_models import make_toy
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
-from megatron_ppo.roles.actor_critic import ActorCritic, Critic, draw
+from megatron_ppo.roles.actor_critic import ActorCritic, Critic
 from megatron_ppo.roles.reference import ReferenceRole
 from megatron_ppo.roles.reward import RewardRole
+from megatron_ppo.roles.sampling import draw
 from megatron_ppo.types import MicroBatch, RoleOutput, Sampling
 
 FP32 = torch.float32
