@@ -216,6 +216,8 @@ def _filter_runtime_warnings() -> None:
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed")
     # Experts that are not cut over tensor-parallel ranks: megatron-core makes their layers with the settings of attention, which are.
     warnings.filterwarnings("ignore", message=r"`sequence_parallel` is set to `True`, but tensor model parallel size is 1")
+    # megatron-core frees its gradient buffers through torch's older name of a storage.
+    warnings.filterwarnings("ignore", message=r"TypedStorage is deprecated", module=r"megatron\.core")
     # Said to everybody who recomputes attention; it is about an attention that is not there.
     if not has_transformer_engine():
         warnings.filterwarnings("ignore", message=r"If you are using transformer_engine as the transformer implementation, the core_attn")

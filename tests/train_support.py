@@ -15,6 +15,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -104,10 +105,14 @@ class Processes:
 
     def start(self, arguments: Sequence[str], **environment: str) -> subprocess.Popen[bytes]:
         """Start ``python ARGUMENTS`` in a session of its own; its output goes to files that ``output`` reads."""
+        return self.start_command([sys.executable, *arguments], **environment)
+
+    def start_command(self, command: Sequence[str], **environment: str) -> subprocess.Popen[bytes]:
+        """``start`` of any program."""
         name = f"process{len(self.started)}"
         with (self._folder / f"{name}.out").open("wb") as out, (self._folder / f"{name}.err").open("wb") as err:
             process = subprocess.Popen(
-                [sys.executable, *arguments],
+                command,
                 cwd=ROOT,
                 env={**self._environment, **environment},
                 stdin=subprocess.DEVNULL,
@@ -189,6 +194,34 @@ class Processes:
             return int((Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             return 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A finished launch."""
+
+    folder: Path
+    output: str
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Records of metrics.jsonl."""
+        return read_lines(self.folder / "metrics.jsonl")
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """Records of samples.jsonl."""
+        return read_lines(self.folder / "samples.jsonl")
+
+
+def run_job(inputs: Path, run_dir: Path, num_ranks: int, *, timeout_s: float = 500.0, **fields: object) -> Job:
+    """One torchrun of ``tiny_flags`` to its end, which must be a good one."""
+    with Processes(run_dir.parent / f"log_{len(list(run_dir.parent.iterdir()))}") as processes:
+        processes.torchrun(num_ranks, [*PROGRAM, *tiny_flags(inputs, run_dir, **fields)])
+        code = processes.wait(timeout_s)
+        assert code == 0, processes.output()
+        assert processes.alive() == []
+        return Job(run_dir, processes.output())
 
 
 def promised(seconds: float) -> float:
