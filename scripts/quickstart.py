@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of both meshes; ``--mesh tp=2,replicas=2`` sets some of them."""
+    """Sizes of both meshes; ``--mesh tp=2,replicas=2`` sets some of them, ``--mesh tp=2,colocated`` makes both meshes one."""
 
     tp: int = 1
     pp: int = 1
@@ -31,11 +31,18 @@ class Mesh:
     dp: int = 1
     rollout_tp: int = 1
     replicas: int = 1
+    colocated: bool = False
+    """The same ranks train and sample; their number says how many replicas there are."""
+
+    @property
+    def rollout_world_size(self) -> int:
+        """Ranks that sample and do nothing else."""
+        return 0 if self.colocated else self.rollout_tp * self.replicas
 
     @property
     def world_size(self) -> int:
         """Ranks of the launch."""
-        return self.tp * self.pp * self.cp * self.dp + self.rollout_tp * self.replicas
+        return self.tp * self.pp * self.cp * self.dp + self.rollout_world_size
 
     def flags(self) -> list[str]:
         """Flags of ``megatron_ppo train``."""
@@ -45,24 +52,38 @@ class Mesh:
             *("--pipeline-model-parallel-size", str(self.pp)),
             *("--context-parallel-size", str(self.cp)),
             *("--rollout-tensor-parallel-size", str(self.rollout_tp)),
-            *("--rollout-world-size", str(self.rollout_tp * self.replicas)),
+            *("--rollout-world-size", str(self.rollout_world_size)),
             *virtual,
         ]
 
 
-DEFAULT_MESH = {"tiny": Mesh(tp=2, replicas=2), "smollm2": Mesh(pp=2)}
+DEFAULT_MESH = {
+    ("tiny", "megatron"): Mesh(tp=2, replicas=2),
+    ("tiny", "fsdp"): Mesh(dp=2, replicas=2),
+    ("smollm2", "megatron"): Mesh(pp=2),
+    ("smollm2", "fsdp"): Mesh(dp=2),
+}
+"""(model, training backend) -> mesh."""
 
 
 def parse_mesh(text: str) -> Mesh:
-    """``tp=2,pp=2,replicas=2`` as a mesh; sizes that are not named are 1."""
-    names = [f.name for f in fields(Mesh)]
+    """``tp=2,pp=2,replicas=2`` or ``tp=2,colocated`` as a mesh; sizes that are not named are 1."""
+    names = [f.name for f in fields(Mesh) if f.name != "colocated"]
+    parts = text.split(",")
+    colocated = parts.count("colocated") == 1
     sizes: dict[str, int] = {}
-    for part in text.split(","):
+    for part in parts:
+        if part == "colocated" and colocated:
+            continue
         name, _, size = part.partition("=")
         if name not in names or not size.isdigit() or int(size) < 1 or name in sizes:
-            raise argparse.ArgumentTypeError(f"{part!r}: expected SIZE=NUMBER with each size at most once, of {', '.join(names)}")
+            raise argparse.ArgumentTypeError(
+                f"{part!r}: expected SIZE=NUMBER with each size at most once, of {', '.join(names)}, or the word colocated"
+            )
         sizes[name] = int(size)
-    return Mesh(**sizes)
+    if colocated and "replicas" in sizes:
+        raise argparse.ArgumentTypeError("replicas are not chosen where colocated: training ranks / rollout_tp; leave them out")
+    return Mesh(**sizes, colocated=colocated)
 
 
 def main() -> int:
@@ -76,21 +97,22 @@ def main() -> int:
     parser.add_argument(
         "--mesh",
         type=parse_mesh,
-        help="sizes, each 1 where not named, e.g. tp=2,pp=2,replicas=2 (of tp, pp, vpp, cp, dp, rollout_tp, replicas); "
-        "default: tp=2,replicas=2, and pp=2 for smollm2",
+        help="sizes, each 1 where not named, e.g. tp=2,pp=2,replicas=2 (of tp, pp, vpp, cp, dp, rollout_tp, replicas), "
+        "or tp=2,colocated where the same ranks train and sample; default: tp=2,replicas=2, and pp=2 for smollm2; dp=2 for fsdp",
     )
+    parser.add_argument("--backend", choices=["megatron", "fsdp"], default="megatron", help="what trains (default: megatron)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the initial weights, the data and the run (default: 1)")
     parser.add_argument("--run-dir", type=Path, help="run folder (default: runs/quickstart, runs/smollm2)")
     arguments, train_flags = parser.parse_known_args()
     from megatron_ppo.config_io import parse_arguments  # after --help, which needs no set-up
 
-    mesh = arguments.mesh or DEFAULT_MESH[arguments.model]
+    mesh = arguments.mesh or DEFAULT_MESH[arguments.model, arguments.backend]
     run_dir = arguments.run_dir or Path("runs") / ("quickstart" if arguments.model == "tiny" else arguments.model)
     inputs = Path("runs") / "inputs" / f"{arguments.model}-seed{arguments.seed}"
     flags = [
         *("--config", f"examples/{arguments.model}.yaml"),
         *("--model-path", str(inputs / "model"), "--prompt-data", str(inputs / "prompts.jsonl")),
-        *("--run-dir", str(run_dir), "--seed", str(arguments.seed)),
+        *("--run-dir", str(run_dir), "--seed", str(arguments.seed), "--backend", arguments.backend),
         *mesh.flags(),
         *train_flags,
     ]

@@ -3,6 +3,8 @@
 #
 #   bash scripts/quickstart.sh                        training TP=2, two vLLM replicas
 #   bash scripts/quickstart.sh --mesh pp=2            another training mesh: tp, pp, vpp, dp, cp; and rollout_tp, replicas
+#   bash scripts/quickstart.sh --mesh tp=2,colocated  the same two ranks train and sample
+#   bash scripts/quickstart.sh --backend fsdp         FSDP2 in place of megatron-core, two ranks and two vLLM replicas
 #   bash scripts/quickstart.sh --model smollm2        a pretrained SmolLM2-135M-Instruct
 #   bash scripts/quickstart.sh --help                 all options; any flag of `megatron_ppo train` may follow
 set -euo pipefail
