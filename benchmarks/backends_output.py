@@ -94,7 +94,7 @@ def _stack(axis: Any, bars: Sequence[tuple[str, Row]], parts: Sequence[str], uni
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
     axis.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=8)
     axis.invert_yaxis()
-    axis.legend(frameon=False, fontsize=8)
+    axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     axis.spines[["top", "right"]].set_visible(False)
 
 

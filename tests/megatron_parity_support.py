@@ -314,7 +314,7 @@ def assert_same(got: dict[str, Any], truth: dict[str, Any], *, weights: float = 
         for (report, changed), (expected, expected_change) in zip(steps, truth["steps"][role], strict=True):
             assert changed == expected_change and report.skipped == expected.skipped and report.lr == expected.lr
             assert report.grad_norm == pytest.approx(expected.grad_norm, rel=max(1e-5, weights))
-            assert report.metrics == pytest.approx(dict(expected.metrics), rel=1e-4, abs=1e-5)
+            assert report.metrics == pytest.approx(dict(expected.metrics), rel=max(1e-5, weights), abs=1e-5)
         if got["weights"][role] is not None:
             assert difference(got["weights"][role], truth["weights"][role]) < weights
     assert difference(got["after"], truth["after"]) < outputs

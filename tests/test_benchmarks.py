@@ -1,4 +1,4 @@
-"""The refit benchmark runs, delivers every bit, and counts what it moves. Nothing here looks at a time."""
+"""Benchmarks run, find the same results on all sides, and count what they move and hold. Nothing here looks at a time."""
 
 from __future__ import annotations
 
@@ -67,3 +67,34 @@ def test_refit_benchmark_covers_experts_megatron_core_and_large_jobs(tmp_path: P
     assert max(megatron["extra_memory_bytes"]) > 2 * max(case["shard_bytes"])  # everything at once, twice
     assert [row["case"].split(",")[0] for row in found["scale"]] == ["Llama-2 7B", "Llama-3 70B", "Llama-3.1 405B"]
     assert all(row["exact_received_bytes"] < row["full_received_bytes"] for row in found["scale"])
+
+
+@pytest.mark.slow
+def test_backends_benchmark_compares_equal_jobs_and_counts_their_memory(tmp_path: Path) -> None:
+    """Megatron on four colocated ranks and FSDP on 2 + 2, as small as can be. The program itself compares samples and first steps."""
+    sizes = ["--hidden", "128", "--layers", "2", "--vocab", "256", "--iterations", "2", "--samples", "2", "--response-length", "4"]
+    chosen = ["--rounds", "1", "--case", "TP2 DP2", "--case", "FSDP 2, 2 + 2"]
+    run_script("backends.py", *sizes, *chosen, "--json", str(tmp_path / "backends.json"), "--png", str(tmp_path / "backends.png"))
+    found = json.loads((tmp_path / "backends.json").read_text(encoding="utf-8"))
+    assert found["faults"] == [] and (tmp_path / "backends.png").stat().st_size > 10_000
+    megatron, fsdp = found["cases"]
+    assert [(rank["trains"], rank["samples"]) for rank in megatron["ranks"]] == [(True, True)] * 4
+    assert [(rank["trains"], rank["samples"]) for rank in fsdp["ranks"]] == [(True, False)] * 2 + [(False, True)] * 2
+    whole, head, value_head = 4 * found["parameters"], 4 * 256 * 128, 4 * 128
+    trainers = [rank["bytes"] for rank in fsdp["ranks"][:2]]
+    assert sum(held["weights"] for held in trainers) == whole + (whole - head + value_head)  # actor and critic
+    assert sum(held["frozen"] for held in trainers) == sum(held["gradients"] for held in trainers) == whole  # one network's at a time
+    for held in trainers:
+        assert held["optimizer"] == 2 * held["weights"] and held["cache"] == held["engine"] == 0 < held["gathered"] < whole
+    for rank in fsdp["ranks"][2:] + megatron["ranks"]:
+        assert rank["bytes"]["engine"] >= whole and rank["bytes"]["cache"] > 0
+    for rank in megatron["ranks"]:
+        held = rank["bytes"]
+        assert held["gathered"] == 0 and held["gradients"] >= held["weights"] > whole / 2
+        assert abs(held["optimizer"] - held["weights"]) < 0.05 * held["weights"]  # two moments, over two data-parallel ranks
+        assert rank["peak_resident"] > sum(held.values())
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- figures: begin -->\nold\n<!-- figures: end -->\nafter\n", encoding="utf-8")
+    run_script("backends_output.py", str(tmp_path / "backends.json"), "--into", str(page))
+    text = page.read_text(encoding="utf-8")
+    assert "old" not in text and "| Megatron TP2 DP2, colocated | do both |" in text and "| FSDP 2, 2 + 2 ranks | sample |" in text

@@ -115,13 +115,16 @@ def test_the_refit_report_knows_copies_and_shards(tmp_path: Path, capsys: pytest
 
 
 def test_b84_two_and_two_are_four_bit_for_bit(inputs: Path, tmp_path: Path) -> None:
-    """Two training ranks as copies, bf16, one Hugging Face rollout rank: weights, moments, random states, controller, metrics, samples."""
+    """Two training ranks as copies, bf16, two Hugging Face rollout ranks: weights, moments, random states, controller, metrics, samples.
+
+    The second half is colocated: a checkpoint knows no placement.
+    """
     fields = {"backend": "fsdp", "fsdp_shard_size": 1, "params_dtype": "bfloat16", "rollout_backend": "hf", "rollout_dtype": "bfloat16"}
     fields |= {"save_interval": 2, "async_save": True}
     whole, halves = tmp_path / "whole", tmp_path / "halves"
-    first = launch(inputs, whole, 3, train_iters=4, **fields)
-    launch(inputs, halves, 3, train_iters=2, **fields)
-    assert "resuming after iteration 2 from" in launch(inputs, halves, 3, train_iters=4, **fields).output
+    first = launch(inputs, whole, 4, train_iters=4, rollout_world_size=2, **fields)
+    launch(inputs, halves, 4, train_iters=2, rollout_world_size=2, **fields)
+    assert "resuming after iteration 2 from" in launch(inputs, halves, 2, train_iters=4, rollout_world_size=0, **fields).output
     for folder in (whole, halves):  # greedy answers of an iteration that was the last of its launch, but not of the run
         rows = [row for row in read_lines(folder / "samples.jsonl") if not row["greedy"] or row["iteration"] in (0, 3)]
         (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -51,13 +51,16 @@ def read_lines(path: Path) -> list[dict[str, object]]:
         ("tp=2,rollout_tp=2", 4),
         ("tp=2,pp=2,replicas=2", 6),
         ("vpp=2,pp=2", 3),
+        ("tp=2,colocated", 2),
+        ("colocated,dp=4,rollout_tp=2", 4),
     ],
 )
 def test_a_mesh_tells_ranks_and_flags(text: str, world_size: int) -> None:
     mesh = quickstart.parse_mesh(text)
     assert mesh.world_size == world_size
     flags = mesh.flags()
-    assert flags[flags.index("--rollout-world-size") + 1] == str(mesh.rollout_tp * mesh.replicas)
+    num_rollout = 0 if "colocated" in text else mesh.rollout_tp * mesh.replicas
+    assert flags[flags.index("--rollout-world-size") + 1] == str(num_rollout)
     assert ("--virtual-pipeline-model-parallel-size" in flags) == ("vpp" in text)
 
 
@@ -72,10 +75,25 @@ def test_help_needs_no_environment() -> None:
     assert result.returncode == 0 and "--mesh" in result.stdout, result.stderr
 
 
-@pytest.mark.parametrize("text", ["tp", "tp=0", "tp=x", "tpp=2", "tp=2,tp=2", "tp=2;pp=2", ""])
+@pytest.mark.parametrize("text", ["tp", "tp=0", "tp=x", "tpp=2", "tp=2,tp=2", "tp=2;pp=2", "", "colocated=1", "colocated,colocated"])
 def test_a_mesh_that_is_none_is_refused_with_the_names(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="of tp, pp, vpp, cp, dp, rollout_tp, replicas"):
+    with pytest.raises(argparse.ArgumentTypeError, match="of tp, pp, vpp, cp, dp, rollout_tp, replicas, or the word colocated"):
         quickstart.parse_mesh(text)
+
+
+def test_replicas_of_colocated_ranks_are_not_chosen() -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="training ranks / rollout_tp"):
+        quickstart.parse_mesh("tp=2,colocated,replicas=2")
+
+
+def test_every_backend_has_a_mesh_of_its_own() -> None:
+    """``--backend fsdp`` alone must start: FSDP has no tensor parallelism."""
+    for (model, backend), mesh in quickstart.DEFAULT_MESH.items():
+        flags = ["--config", f"examples/{model}.yaml", "--backend", backend, *mesh.flags()]
+        config = parse_arguments(flags, program="p")
+        assert config.parallel.backend == backend
+        assert config.data_parallel_size(quickstart.count_ranks(config, mesh.dp)) == mesh.dp
+        assert backend == "megatron" or config.model_parallel_size == 1
 
 
 @pytest.mark.slow
@@ -89,6 +107,18 @@ def test_the_quickstart_runs_twice_in_one_folder(tmp_path: Path) -> None:
     names = {path.name for path in (tmp_path / "run").iterdir()}
     assert {"metrics.jsonl", "metrics.1.jsonl", "hf", "hf.1", "config.yaml", "learning_curve.png", "samples.jsonl"} <= names
     assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_quickstart_runs_with_fsdp_on_the_ranks_that_sample(tmp_path: Path) -> None:
+    """Shortened to 2 iterations; the other variants differ from this one and the default in flags that jobs of other tests have."""
+    output = run_quickstart(
+        *("--backend", "fsdp", "--mesh", "dp=2,colocated", "--rollout-backend", "hf", "--train-iters", "2"),
+        *("--run-dir", str(tmp_path / "run")),
+    )
+    assert "quickstart: 2 ranks" in output and "iteration 2/2" in output
+    assert all(record["refit/received_bytes"] == record["refit/shard_bytes"] for record in read_lines(tmp_path / "run" / "metrics.jsonl"))
 
 
 @pytest.mark.slow

@@ -29,9 +29,11 @@ from train_support import promised
 from megatron_ppo.bridge import Bridge
 from megatron_ppo.config import Config
 from megatron_ppo.data_bus import DataBus, DataHandle
-from megatron_ppo.families import network_shape
+from megatron_ppo.families import NetworkShape, network_shape
 from megatron_ppo.resharding.executor import ReshardExecutor
+from megatron_ppo.resharding.fsdp_layout import fsdp_layouts
 from megatron_ppo.resharding.hf_checkpoint import load_hf_weights
+from megatron_ppo.resharding.layout import RankLayout
 from megatron_ppo.resharding.megatron_layout import training_layouts
 from megatron_ppo.resharding.megatron_mesh import megatron_parallel
 from megatron_ppo.resharding.plan import build_plan
@@ -297,7 +299,10 @@ def test_b27_a_sync_cut_in_the_middle_leaves_no_engine_to_sample_from_until_a_wh
 # -- ranks that stop, and ranks that die, while weights travel -------------------------------------------------------------
 
 BIG = Dense(num_layers=2, hidden=512, heads=8, kv_heads=8, head_dim=64, ffn=2048, vocab=16384)
-"""100 MB in fp32, which each of two replicas gets from two tensor-parallel training ranks."""
+"""100 MB in fp32, which each of two replicas gets from two training ranks."""
+BIG_ON_FSDP = NetworkShape("llama", 2, 512, 8, 8, 64, 2048, 16384, tied=False)
+BACKENDS = ("fsdp", "megatron")
+"""Version v comes from tensor-parallel ranks where v is odd, and from FSDP's shards where it is even."""
 HEARTBEAT_TIMEOUT_S = 6.0
 """The configuration's default."""
 
@@ -308,14 +313,14 @@ def sync_for_ever(folder: Path) -> None:
     rank = world.global_rank
     torch.set_num_threads(1)
     with Watchdog(world, HEARTBEAT_TIMEOUT_S) as watchdog:
-        sources, destinations = trainer_mesh(BIG, 2, 1), engine_mesh(BIG, 1, 2, 2)
-        plan = build_plan(sources, destinations, bytes_per_element=4)
-        executor = ReshardExecutor(
-            plan, rank, lambda name, ranks: Bridge(name, ranks, world), bucket_bytes=1 << 20, transfer_dtype=torch.float32
-        )
-        shapes = sources[rank].shapes if world.is_training else destinations[rank].shapes
-        parameters = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        destinations = engine_mesh(BIG, 1, 2, 2)
+        meshes = {"fsdp": fsdp_layouts(BIG_ON_FSDP, world_size=2, shard_size=2), "megatron": trainer_mesh(BIG, 2, 1)}
+        executors = {name: _executor(world, name, sources, destinations) for name, sources in meshes.items()}
+        shapes = {name: sources[rank].shapes if world.is_training else destinations[rank].shapes for name, sources in meshes.items()}
+        held = {name: {key: torch.zeros(shape) for key, shape in own.items()} for name, own in shapes.items()}
         for version in range(1, 10_000):
+            name = BACKENDS[version % 2]
+            executor, parameters = executors[name], held[name]
             if world.is_training:
                 for tensor in parameters.values():
                     tensor.fill_(version)
@@ -328,6 +333,15 @@ def sync_for_ever(folder: Path) -> None:
                     assert stats.bytes_received == sum(4 * tensor.numel() for tensor in parameters.values())
                     wrong = [name for name, tensor in parameters.items() if not bool((tensor == version).all())]
                     assert not wrong, wrong
+
+
+def _executor(world: World, name: str, sources: Mapping[int, RankLayout], destinations: Mapping[int, RankLayout]) -> ReshardExecutor:
+    plan = build_plan(sources, destinations, bytes_per_element=4)
+
+    def make_group(group: str, ranks: Sequence[int]) -> Bridge:
+        return Bridge(f"{name}/{group}", ranks, world)
+
+    return ReshardExecutor(plan, world.global_rank, make_group, bucket_bytes=1 << 20, transfer_dtype=torch.float32)
 
 
 class Launch:
@@ -369,13 +383,13 @@ class Launch:
         assert pid is not None
         os.kill(pid, number)
 
-    def stop_in_a_sync(self, rank: int) -> int:
-        """Stop a rank between the begin and the end of a sync; the version on its way."""
+    def stop_in_a_sync(self, rank: int, backend: str | None = None) -> int:
+        """Stop a rank between the begin and the end of a sync, of that backend where one is named; the version on its way."""
         for _ in range(200):
             self.signal(rank, signal.SIGSTOP)
             time.sleep(0.05)
             begun = re.findall(r"^(begins|ended) v(\d+)$", self.output(rank), re.MULTILINE)
-            if begun and begun[-1][0] == "begins":
+            if begun and begun[-1][0] == "begins" and backend in (None, BACKENDS[int(begun[-1][1]) % 2]):
                 return int(begun[-1][1])
             self.signal(rank, signal.SIGCONT)
             time.sleep(0.03)
@@ -424,11 +438,14 @@ def test_b92_a_rank_killed_in_a_sync_ends_all_with_its_rank_and_the_version(tmp_
 
 @pytest.mark.slow
 def test_a_slow_receiver_does_not_break_a_sync_and_one_that_stays_away_is_named(tmp_path: Path) -> None:
-    """Stopped for half the time limit of beats it catches up, and every weight of every version arrives; stopped for good it is lost."""
+    """Stopped for half the time limit of beats it catches up, and every weight of every version arrives; stopped for good it is lost.
+
+    From FSDP's shards as from Megatron's; a slow sender, too.
+    """
     with Launch(tmp_path) as launch:
         come_up(launch)
-        for rank in (2, 1):
-            version = launch.stop_in_a_sync(rank)
+        for rank, backend in ((2, "fsdp"), (1, "fsdp"), (2, "megatron")):
+            version = launch.stop_in_a_sync(rank, backend)
             time.sleep(HEARTBEAT_TIMEOUT_S / 2)
             assert launch.ended(rank) < version and all(process.exitcode is None for process in launch.ranks), launch.output()
             launch.signal(rank, signal.SIGCONT)

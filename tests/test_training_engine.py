@@ -1,7 +1,7 @@
-"""TrainingEngine on real Megatron backends: one call for every algorithm, and results that no split of a batch changes.
+"""TrainingEngine on real Megatron and FSDP backends: one call for every algorithm, and results that no split of a batch changes.
 
-A launch of one rank gives the truth, those of two and four ranks the same by data, tensor and pipeline parallelism. Each builds a
-backend a case (module fixtures), and each test judges some of the cases.
+A launch of one rank gives Megatron's truth, those of two and four ranks the same by data, tensor and pipeline parallelism, and by FSDP's
+shards. Each builds a backend a case (module fixtures), and each test judges some of the cases.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ ONE_STEP = {"global_batch_size": 8, "ppo_epochs": 1, "clip_grad": 0.0}
 FIVE, ONE = (0, 1, 2, 4, 7), (2,)
 UNEVEN = {"micro_batch_size": 1}
 TP2 = {"tensor_model_parallel_size": 2}
+FSDP = {"backend": "fsdp"}
 
 
 def b100(models: Mapping[str, str], **changes: object) -> dict[str, object]:
@@ -122,6 +123,14 @@ def two_ranks(models: dict[str, str]) -> list[Results]:
         "dp2 nan advantage": Case(ppo(models, **ONE_STEP), poison="advantage"),
         "pp2 nan advantage": Case(ppo(models, **ONE_STEP, **pp2), poison="advantage"),
         "dp2 nan weight": Case(ppo(models), poison="weight"),
+        "fsdp": Case(ppo(models, **FSDP), num_updates=2),
+        "fsdp max tokens": Case(ppo(models, max_tokens_per_micro_batch=16, **FSDP)),
+        "fsdp five rows": Case(ppo(models, global_batch_size=5, **UNEVEN, **FSDP), rows=FIVE),
+        "fsdp one row": Case(ppo(models, global_batch_size=1, **UNEVEN, **FSDP), rows=ONE),
+        "fsdp no response": Case(ppo(models, global_batch_size=1, **FSDP), rows=(6,)),
+        "fsdp nan advantage": Case(ppo(models, **ONE_STEP, **FSDP), poison="advantage"),
+        "fsdp nan weight": Case(ppo(models, **FSDP), poison="weight"),
+        "fsdp reward model without a head": Case(ppo(models, reward_model_path=models["llama"], **FSDP)),
     }
     return run_ranks(run_cases, 2, cases, timeout_s=280)
 
@@ -168,7 +177,7 @@ def test_b59_no_split_or_padding_of_a_batch_changes_an_update(single: Results, s
         assert {n for _, _, n in single[split]["steps"]} != {1}
 
 
-@pytest.mark.parametrize("name", ["dp2", "dp2 max tokens", "pp2"])
+@pytest.mark.parametrize("name", ["dp2", "dp2 max tokens", "pp2", "fsdp max tokens"])
 def test_b52_b96_data_parallel_and_pipeline_ranks_train_as_one(single: Results, two_ranks: list[Results], name: str) -> None:
     """Whitening is over the whole batch, not a rank's share of it, and the same bits on every rank; all stages finish."""
     first, second = two_ranks[0][name], two_ranks[1][name]
@@ -180,8 +189,8 @@ def test_b52_b96_data_parallel_and_pipeline_ranks_train_as_one(single: Results, 
     assert {n for _, _, n in first["steps"]} == {n for _, _, n in second["steps"]}
 
 
-@pytest.mark.parametrize("name", ["tp2", "tp2 sequence parallel", "tp2 pp2"])
-def test_tensor_parallel_ranks_train_as_one(single: Results, name: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("name", ["tp2", "tp2 sequence parallel", "tp2 pp2", "fsdp"])
+def test_ranks_that_share_the_weights_train_as_one(single: Results, name: str, request: pytest.FixtureRequest) -> None:
     """Two updates by the product's own losses: grad norms (in ``metrics``), weights, and what both networks say afterwards, to 1e-5."""
     ranks: list[Results] = request.getfixturevalue("four_ranks" if name == "tp2 pp2" else "two_ranks")
     truth = single["two updates"]
@@ -270,17 +279,18 @@ def test_b63_the_ratio_of_the_first_step_is_exactly_one(single: Results) -> None
 
 
 def test_b63_the_reference_stays(single: Results, two_ranks: list[Results]) -> None:
-    for found in (single["two updates"], two_ranks[0]["pp2"], two_ranks[1]["pp2"]):
+    for found in (single["two updates"], *(ranks[name] for ranks in two_ranks for name in ("pp2", "fsdp"))):
         assert found["reference kept"] and found["reference shares"] == []
         assert torch.equal(found["ref"], found["ref after"])
     assert torch.equal(single["two updates"]["ref"], single["two updates"]["log_probs"])
     assert single["two updates"]["version"] == 2
 
 
+@pytest.mark.parametrize("backend", ["dp2", "fsdp"])
 @pytest.mark.parametrize("rows", ["five rows", "one row"])
-def test_b66_b67_rows_that_do_not_fill_the_replicas(single: Results, two_ranks: list[Results], rows: str) -> None:
+def test_b66_b67_rows_that_do_not_fill_the_replicas(single: Results, two_ranks: list[Results], rows: str, backend: str) -> None:
     """Both replicas take the same number of passes; dummies count for nothing in losses, gradients, statistics."""
-    first, second = two_ranks[0][f"dp2 {rows}"], two_ranks[1][f"dp2 {rows}"]
+    first, second = two_ranks[0][f"{backend} {rows}"], two_ranks[1][f"{backend} {rows}"]
     assert_same(first, single[rows])
     expected = 3 if rows == "five rows" else 1
     assert [n for _, _, n in first["steps"]] == [n for _, _, n in second["steps"]] == [expected] * 4
@@ -288,20 +298,23 @@ def test_b66_b67_rows_that_do_not_fill_the_replicas(single: Results, two_ranks: 
     assert torch.equal(first["log_probs"], second["log_probs"])
 
 
-def test_b40_a_batch_without_a_response_token_changes_nothing(single: Results) -> None:
+def test_b40_a_batch_without_a_response_token_changes_nothing(single: Results, two_ranks: list[Results]) -> None:
     """All statistics are finite; the gradient norm of no step at all is left out."""
-    found = single["no response"]
-    assert found["metrics"][0]["skipped_steps"] == 2 and found["metrics"][0]["critic/skipped_steps"] == 2
-    assert changed(found) == []
-    statistics = found["metrics"][0] | found["experience"]
-    assert all(math.isfinite(value) for value in statistics.values())
-    assert not {"grad_norm", "critic/grad_norm"} & set(statistics)  # no step was taken: there is none
-    assert all(result.grad_norm == 0.0 for _, result, _ in found["steps"])
+    for found in (single["no response"], *(ranks["fsdp no response"] for ranks in two_ranks)):
+        assert found["metrics"][0]["skipped_steps"] == 2 and found["metrics"][0]["critic/skipped_steps"] == 2
+        assert changed(found) == []
+        statistics = found["metrics"][0] | found["experience"]
+        assert all(math.isfinite(value) for value in statistics.values())
+        assert not {"grad_norm", "critic/grad_norm"} & set(statistics)  # no step was taken: there is none
+        assert all(result.grad_norm == 0.0 for _, result, _ in found["steps"])
+
+
+SKIPPING = ("dp2 nan advantage", "pp2 nan advantage", "fsdp nan advantage")
 
 
 def test_b91_a_nan_advantage_is_skipped_by_all_ranks(single: Results, two_ranks: list[Results]) -> None:
     """The actor's step alone: the critic does not learn from advantages."""
-    for found in (single["nan advantage"], *(ranks[name] for ranks in two_ranks for name in ("dp2 nan advantage", "pp2 nan advantage"))):
+    for found in (single["nan advantage"], *(ranks[name] for ranks in two_ranks for name in SKIPPING)):
         assert found["metrics"][0]["skipped_steps"] == 1 and found["metrics"][0]["critic/skipped_steps"] == 0
         assert not [name for name in changed(found) if name.startswith("actor")]
     assert [name for name in changed(single["nan advantage"]) if name.startswith("critic")]
@@ -309,18 +322,20 @@ def test_b91_a_nan_advantage_is_skipped_by_all_ranks(single: Results, two_ranks:
 
 def test_b91_nan_log_probs_are_an_error_on_all_ranks(single: Results, two_ranks: list[Results]) -> None:
     """One rank's weight is NaN: all ranks hold the whole batch, so that all see it."""
-    texts = [single["nan weight"]["not finite"], *(ranks["dp2 nan weight"]["not finite"] for ranks in two_ranks)]
-    assert all("old_log_probs is nan" in text for text in texts)
-    assert texts[1] == texts[2]
+    assert "old_log_probs is nan" in single["nan weight"]["not finite"]
+    for name in ("dp2 nan weight", "fsdp nan weight"):
+        first, second = (ranks[name]["not finite"] for ranks in two_ranks)
+        assert first == second and "old_log_probs is nan" in first
 
 
-def test_b25_critic_and_reward_model_heads(single: Results, models: dict[str, str]) -> None:
+def test_b25_critic_and_reward_model_heads(single: Results, two_ranks: list[Results], models: dict[str, str]) -> None:
     critic, policy = single["fresh critic of a tied policy"]["start"]["critic"], AutoModelForCausalLM.from_pretrained(models["tied"])
     assert tuple(critic["score.weight"].shape) == (1, 64)
     trunk = {name: tensor for name, tensor in policy.state_dict().items() if name.startswith("model.")}
     assert set(critic) == {"score.weight", *trunk}
     assert all(torch.equal(critic[name], tensor) for name, tensor in trunk.items())
-    assert "score.weight" in single["reward model without a head"]["refused"]
+    for found in (single["reward model without a head"], *(ranks["fsdp reward model without a head"] for ranks in two_ranks)):
+        assert "score.weight" in found["refused"]
 
 
 def test_b78_scores_are_read_at_the_last_real_token(single: Results, two_ranks: list[Results], models: dict[str, str]) -> None:
@@ -329,7 +344,7 @@ def test_b78_scores_are_read_at_the_last_real_token(single: Results, two_ranks: 
     with torch.no_grad():
         rows = [row[: int(n)][None] for row, n in zip(batch.tokens, batch.lengths, strict=True)]
         expected = torch.stack([model.score(model.model(row).last_hidden_state)[0, -1, 0] for row in rows])
-    for found in (single["ppo"], single["micro 1"], single["padded"], two_ranks[1]["dp2"], two_ranks[0]["pp2"]):
+    for found in (single["ppo"], single["micro 1"], single["padded"], two_ranks[1]["dp2"], two_ranks[0]["pp2"], two_ranks[1]["fsdp"]):
         torch.testing.assert_close(found["scores"], expected, atol=1e-5, rtol=1e-5)
     assert single["ppo"]["experience"]["reward/model"] == pytest.approx(float(expected.mean()), abs=1e-5)
 

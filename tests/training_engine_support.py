@@ -40,7 +40,7 @@ class Case:
     pad_token: int = 0
     num_updates: int = 1
     poison: Literal["none", "advantage", "weight"] = "none"
-    """NaN in one valid advantage, or in one weight of the last rank."""
+    """NaN in one valid advantage, or in the first parameter of the last rank."""
 
 
 def run_cases(rank: int, world_size: int, cases: Mapping[str, Case]) -> Results:
@@ -58,20 +58,23 @@ def run_cases(rank: int, world_size: int, cases: Mapping[str, Case]) -> Results:
 
 
 def run_case(world: World, case: Case) -> dict[str, Any]:
+    from megatron_ppo.backends.fsdp import FSDPBackend
     from megatron_ppo.backends.megatron import MegatronBackend
     from megatron_ppo.backends.megatron_setup import destroy_megatron
 
-    class Recording(MegatronBackend):
+    config = Config().replace(**dict(case.fields))
+    backend_class: Any = {"megatron": MegatronBackend, "fsdp": FSDPBackend}[config.parallel.backend]
+
+    class Recording(backend_class):
         """Remembers what every optimizer step reported, and how many passes it took."""
 
         def train_step(self, role: Any, micro_batches: Any, loss_fn: Any, *, temperature: float = 1.0) -> StepResult:
-            result = super().train_step(role, micro_batches, loss_fn, temperature=temperature)
+            result: StepResult = super().train_step(role, micro_batches, loss_fn, temperature=temperature)
             steps.append((role, result, len(micro_batches)))
             return result
 
     steps: list[tuple[str, StepResult, int]] = []
     torch.manual_seed(11)
-    config = Config().replace(**dict(case.fields))
     try:
         backend = Recording(config, num_optimizer_steps=config.num_optimizer_steps)
         bus = DataBus(world, timeout_s=60)
@@ -80,14 +83,15 @@ def run_case(world: World, case: Case) -> dict[str, Any]:
     except ValueError as error:
         return {"refused": str(error)}
     finally:
-        destroy_megatron()
+        if config.parallel.backend == "megatron":
+            destroy_megatron()
 
 
 def observe(world: World, config: Config, case: Case, backend: Any, engine: TrainingEngine, bus: DataBus) -> dict[str, Any]:
     batch = make_batch(case)
     algorithm = config.algorithm if case.algorithm is None else dataclasses.replace(config.algorithm, **dict(case.algorithm))  # type: ignore[arg-type]
     if case.poison == "weight" and world.rank == world.mesh_size - 1:
-        next(iter(backend.weights().values()))[5] = float("nan")
+        next(iter(backend.weights().values())).fill_(float("nan"))  # whichever rows of the embedding these are
     found: dict[str, Any] = {
         "log_probs": engine.compute_log_probs(batch),
         "ref": engine.compute_ref_log_probs(batch),

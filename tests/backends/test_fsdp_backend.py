@@ -1,12 +1,13 @@
 """The FSDP backend on 1, 2 and 4 ranks, sharded and with copies, against the Megatron backend on one: outputs, steps, weights, exports.
 
-The data, the loss and what is compared are those of ``test_megatron_parity.py``, and so are the tolerances: 1e-5 in fp32 with SGD. Every
-launch proves all its cases.
+The data, the loss and what is compared are those of ``test_megatron_parity.py``, and so are the tolerances: 1e-5 in fp32 with SGD, for
+log-probs, entropy, values, losses, gradient norms and weights. Every launch proves all its cases.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from megatron_parity_support import (
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from spawn import run_ranks
-from toy_models import make_toy
+from toy_models import LLAMA31, make_toy
 
 pytestmark = pytest.mark.timeout(900)  # a launch of many cases counts as the time of the test that asks first
 
@@ -39,16 +40,20 @@ SIX_TOKENS = (1, 3)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Folders of toy models: the families, a tied one, a mixture, one with a score head, and one with both heads."""
+    """Folders of toy models: a tied one, a mixture, one whose heads are wider than hidden / heads under the ropes of Llama 3.1, one with a
+    score head; and each family with both heads (new value heads start from other numbers on each backend)."""
     root = tmp_path_factory.mktemp("models")
-    paths = {family: make_toy(root / family, family) for family in FAMILIES}
-    paths["tied"] = make_toy(root / "tied", "llama", tied=True)
+    paths = {"plain": make_toy(root / "plain"), "tied": make_toy(root / "tied", tied=True)}
     paths["mixture"] = make_toy(root / "mixture", "qwen3_moe")
-    paths["score"] = make_toy(root / "score", "llama", score_head=True, seed=3)
-    paths["valued"] = make_toy(root / "valued", "llama")
-    file = paths["valued"] / "model.safetensors"
+    paths["wide"] = make_toy(root / "wide", head_dim=32, rope_scaling=LLAMA31)
+    paths["score"] = make_toy(root / "score", score_head=True, seed=3)
     head = load_file(paths["score"] / "model.safetensors")["score.weight"]
-    save_file(load_file(file) | {"score.weight": head}, file, metadata={"format": "pt"})
+    for family in FAMILIES:
+        paths[family] = make_toy(root / family, family)
+        file = paths[family] / "model.safetensors"
+        save_file(load_file(file) | {"score.weight": head}, file, metadata={"format": "pt"})
+    (paths["mixture"] / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
+    (paths["mixture"] / "tokenizer_config.json").write_text("{}")
     return {name: str(path) for name, path in paths.items()}
 
 
@@ -67,24 +72,36 @@ def cases(models: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Name -> settings and how the rows are cut, the same for both backends."""
     both: tuple[Any, ...] = ("actor", "critic")
     return {
-        **{family: {"fields": fields(models, family), "generate": True} for family in FAMILIES},
+        **{family: {"fields": fields(models, family, critic="shared"), "generate": True} for family in FAMILIES},
         "mixture": {"fields": fields(models, "mixture")},
-        "shared": {"fields": fields(models, "valued", critic="shared")},
+        "wide": {"fields": fields(models, "wide")},
         "all roles": {"fields": all_roles(models), "roles": both},
-        "six tokens": {"fields": fields(models), "rows": SIX_TOKENS, "micro_batch_size": 1},
-        "decay": {"fields": fields(models, "qwen2", weight_decay=0.5)},
-        "no clipping": {"fields": fields(models, clip_grad=0.0)},
-        "adam": {"fields": adam(models)},
-        "bf16": {"fields": adam(models, params_dtype="bfloat16")},
-        "nan": {"fields": adam(models, lr_warmup_steps=4), "poison": "nan", "num_steps": 3},
-        "no tokens": {"fields": adam(models, lr_warmup_steps=4), "poison": "no_tokens", "num_steps": 3},
+        "six tokens": {"fields": fields(models, "plain"), "rows": SIX_TOKENS, "micro_batch_size": 1},
+        "decay": {"fields": fields(models, "qwen2", critic="shared", weight_decay=0.5)},
+        "no clipping": {"fields": fields(models, "plain", clip_grad=0.0)},
+        "adam": {"fields": adam(models, model_path=models["plain"])},
+        "bf16": {"fields": adam(models, model_path=models["plain"], params_dtype="bfloat16")},
+        "nan": {"fields": adam(models, model_path=models["plain"], lr_warmup_steps=4), "poison": "nan", "num_steps": 3},
+        "no tokens": {"fields": adam(models, model_path=models["plain"], lr_warmup_steps=4), "poison": "no_tokens", "num_steps": 3},
+    }
+
+
+EXPORTED = ("tied", "mixture", "wide", "qwen2", "qwen3")
+"""Models that both backends write as they were read."""
+
+
+def written(models: Mapping[str, str], root: Path, **changes: object) -> dict[str, Case]:
+    """No step: what is exported is what was loaded."""
+    return {
+        f"write {name}": Case(fields(models, name, critic="shared", **changes), num_steps=0, export=str(root / name)) for name in EXPORTED
     }
 
 
 @pytest.fixture(scope="module")
-def truth(models: dict[str, str]) -> Results:
+def truth(models: dict[str, str], exports: Path) -> Results:
     """What the Megatron backend gives in one process."""
-    return run_ranks(run_cases, 1, {name: Case(**case) for name, case in cases(models).items()}, timeout_s=400)[0]
+    chosen = {name: Case(**case) for name, case in cases(models).items()} | written(models, exports / "megatron")
+    return run_ranks(run_cases, 1, chosen, timeout_s=400)[0]
 
 
 def run_fsdp_cases(rank: int, world_size: int, cases: Mapping[str, Case]) -> Results:
@@ -120,21 +137,21 @@ SPLITS: dict[str, dict[str, Any]] = {
 """Other ways to cut the same rows into micro-batches."""
 MORE = {"cpu offload": {"cpu_offload": "always"}}
 ONE_RANK = {name: name for name in (*FAMILIES, "all roles", "adam", "nan", "no tokens", "bf16")} | {"one by one": "llama"}
-TWO_RANKS = {name: name for name in (*FAMILIES, "mixture", "shared", "all roles", "decay", "no clipping", "adam", "nan", "bf16")} | {
+TWO_RANKS = {name: name for name in (*FAMILIES, "mixture", "wide", "all roles", "decay", "no clipping", "adam", "nan", "bf16")} | {
     "uneven": "llama",
     "six tokens on two": "six tokens",
     "cpu offload": "llama",
 }
-COPIES = {name: name for name in ("llama", "adam", "shared")} | {"uneven": "llama"}
+COPIES = {name: name for name in ("llama", "adam")} | {"uneven": "llama"}
 FOUR_RANKS = {name: name for name in (*FAMILIES, "mixture", "all roles", "adam", "nan")}
-HYBRID = {name: name for name in ("llama", "all roles", "adam", "nan", "bf16")}
+HYBRID = {name: name for name in (*FAMILIES, "all roles", "adam", "nan", "bf16")}
 
 
 @pytest.fixture(scope="module")
 def one_rank(models: dict[str, str]) -> list[Results]:
     """A single rank, which gathers from itself."""
     recomputed = {
-        f"recompute {kind}": Case(fields=on_fsdp(fields(models), recompute_granularity=kind), micro_batch_size=2)
+        f"recompute {kind}": Case(on_fsdp(fields(models, critic="shared"), recompute_granularity=kind), micro_batch_size=2)
         for kind in ("full", "selective")
     }
     return run_ranks(run_fsdp_cases, 1, fsdp_cases(models, ONE_RANK) | recomputed, timeout_s=400)
@@ -154,7 +171,7 @@ def two_ranks(models: dict[str, str], exports: Path) -> list[Results]:
     exported = {
         "export": Case(fields=on_fsdp(fields(models, "tied", critic="separate")), roles=("actor", "critic"), export=str(exports / "tied")),
         "export mixture": Case(fields=on_fsdp(fields(models, "mixture", critic="shared")), export=str(exports / "mixture")),
-        "export shared": Case(fields=on_fsdp(fields(models, "valued", critic="shared")), export=str(exports / "shared")),
+        "export shared": Case(fields=on_fsdp(fields(models, "llama", critic="shared")), export=str(exports / "shared")),
     }
     return run_ranks(run_fsdp_cases, 2, sharded | {f"{name} copied": case for name, case in copied.items()} | exported, timeout_s=600)
 
@@ -216,11 +233,11 @@ def test_b09_export_is_what_hugging_face_computes_with(two_ranks: list[Results],
 
 
 @pytest.fixture(scope="module")
-def four_ranks(models: dict[str, str]) -> list[Results]:
-    """Four shards, and (names that end in "hybrid") two copies of two shards."""
+def four_ranks(models: dict[str, str], exports: Path) -> list[Results]:
+    """Four shards (130 rows are 33, 33, 33 and 31), and (names that end in "hybrid") two copies of two shards."""
     hybrid = fsdp_cases(models, HYBRID, fsdp_shard_size=2)
     chosen = fsdp_cases(models, FOUR_RANKS) | {f"{name} hybrid": case for name, case in hybrid.items()}
-    return run_ranks(run_fsdp_cases, 4, chosen, timeout_s=800)
+    return run_ranks(run_fsdp_cases, 4, chosen | written(models, exports / "fsdp", backend="fsdp"), timeout_s=800)
 
 
 @pytest.mark.slow
@@ -235,6 +252,35 @@ def test_four_shards_equal_one_process(truth: Results, four_ranks: list[Results]
 def test_two_copies_of_two_shards_equal_one_process(truth: Results, four_ranks: list[Results], case: str) -> None:
     for results in four_ranks:
         compare(results[f"{case} hybrid"], truth[HYBRID[case]], HYBRID[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPORTED)
+def test_b01_b05_b18_b24_b26_both_backends_write_what_they_read(
+    truth: Results, four_ranks: list[Results], models: dict[str, str], exports: Path, name: str
+) -> None:
+    """Uneven shards give the files that Megatron gives, byte for byte: biases, key/query norms, experts by number, ropes, sidecars; no name
+    of a wrapper. The actor has each tensor of its source but the value head, which is the critic's, with the same trunk."""
+    source = load_file(Path(models[name]) / "model.safetensors")
+    for kind in ("actor", "critic"):
+        one, other = exports / "fsdp" / name / kind, exports / "megatron" / name / kind
+        assert {file.name for file in one.iterdir()} == {file.name for file in other.iterdir()}
+        assert all(file.read_bytes() == (other / file.name).read_bytes() for file in one.iterdir() if name in HEADED or kind == "actor")
+        tensors = load_file(one / "model.safetensors")
+        kept = {key: tensor for key, tensor in source.items() if key != ("score.weight" if kind == "actor" else "lm_head.weight")}
+        assert set(tensors) == set(kept) | ({"score.weight"} if kind == "critic" else set())
+        assert all(torch.equal(tensors[key], tensor) for key, tensor in kept.items())
+    actor = exports / "fsdp" / name / "actor"
+    settings = [json.loads((folder / "config.json").read_text()) for folder in (actor, Path(models[name]))]
+    assert settings[0] == settings[1]
+    for file in Path(models[name]).glob("*_config.json"):
+        assert (actor / file.name).read_bytes() == file.read_bytes()
+    with safe_open(actor / "model.safetensors", framework="pt") as stored:
+        assert stored.metadata()["format"] == "pt"
+
+
+HEADED = FAMILIES
+"""Models whose value head is read; a new one starts from other numbers on each backend."""
 
 
 def compare(got: dict[str, Any], expected: dict[str, Any], kind: str) -> None:

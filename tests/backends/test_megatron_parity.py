@@ -49,7 +49,7 @@ def single(models: dict[str, str]) -> Results:
         "all at once": Case(fields(models), micro_batch_size=8),
         "dummies": Case(fields(models), micro_batch_size=2, num_dummies=(3,)),
         "six tokens": Case(fields(models), rows=B60_ROWS, micro_batch_size=1),
-        "shared": Case(fields(models, critic="shared")),
+        **{f"shared {family}": Case(fields(models, family, critic="shared")) for family in FAMILIES},
         "all roles": Case(all_roles(models), roles=("actor", "critic")),
         "adam": Case(adam(models)),
         "adam, not sharded": Case(adam(models, use_distributed_optimizer=False)),
@@ -92,6 +92,7 @@ def two_ranks(models: dict[str, str], exports: dict[str, Path]) -> list[Results]
     pp2 = {"pipeline_model_parallel_size": 2}
     cases = {
         "tp2": Case(fields(models, "qwen2", tensor_model_parallel_size=2), generate=True),
+        **{f"tp2 shared {family}": Case(fields(models, family, critic="shared", tensor_model_parallel_size=2)) for family in FAMILIES},
         "tp2 sequence parallel": Case(fields(models, "qwen3", tensor_model_parallel_size=2, sequence_parallel=True)),
         "pp2": Case(fields(models, **pp2), micro_batch_size=3, generate=True),
         "vpp2": Case(fields(models, virtual_pipeline_model_parallel_size=2, **pp2), micro_batch_size=2, generate=True),
@@ -118,6 +119,7 @@ def test_b60_b66_the_split_into_micro_batches_changes_nothing(single: Results, s
 OVERLAP = {"transformer_overrides": {"overlap_grad_reduce": "true"}}
 TWO_RANKS = {
     "tp2": "qwen2",
+    **{f"tp2 shared {family}": f"shared {family}" for family in FAMILIES},
     "tp2 sequence parallel": "qwen3",
     "pp2": "llama",
     "vpp2": "llama",
@@ -125,7 +127,7 @@ TWO_RANKS = {
     "dp2": "llama",
     "dp2 six tokens": "six tokens",
     "dp2 uneven": "llama",
-    "pp2 shared": "shared",
+    "pp2 shared": "shared llama",
     "pp2 all roles": "all roles",
     "cp2": "llama",
     "cp2 six tokens": "six tokens",
@@ -265,7 +267,7 @@ FOUR_RANKS = {
     "tp2 pp2 sequence parallel": "qwen3",
     "tp2 pp2 tied": "tied",
     "tp2 vpp2": "llama",
-    "tp2 pp2 shared": "shared",
+    "tp2 pp2 shared": "shared llama",
     "tp4": "qwen2",
     "pp4": "qwen2",
     "pp4 tied": "tied",
