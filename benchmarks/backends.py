@@ -18,7 +18,6 @@ import json
 import math
 import os
 import platform
-import shutil
 import statistics
 import sys
 import tempfile
@@ -97,9 +96,7 @@ class Job:
 
 
 def make_model(folder: Path, job: Job) -> int:
-    """The quickstart's tokenizer and prompts, a random Llama of the job's sizes, and the same with a score head (the critic, whose head
-    must be the same for both backends). Returns the number of the actor's parameters."""
-    from safetensors.torch import load_file, save_file
+    """The quickstart's tokenizer and prompts, and a random Llama of the job's sizes. Returns the number of its parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
@@ -113,9 +110,6 @@ def make_model(folder: Path, job: Job) -> int:
     config = LlamaConfig(**sizes, bos_token_id=1, eos_token_id=2, pad_token_id=None)
     network = LlamaForCausalLM(config)
     network.save_pretrained(folder / "model")
-    shutil.copytree(folder / "model", folder / "critic")
-    file = folder / "critic" / "model.safetensors"
-    save_file(load_file(file) | {"score.weight": 0.02 * torch.randn(1, job.hidden)}, file, metadata={"format": "pt"})
     return sum(parameter.numel() for parameter in network.parameters())
 
 
@@ -126,7 +120,7 @@ def run_job(case: Case, job: Job, inputs: Path, folder: Path) -> dict[str, Any]:
     """
     folder.mkdir(parents=True)
     fields: dict[str, object] = job.fields() | case.fields | {"backend": case.backend, "rollout_world_size": case.num_rollout}
-    flags = tiny_flags(inputs, folder / "run", critic_path=inputs / "critic", **fields)
+    flags = tiny_flags(inputs, folder / "run", **fields)
     with Processes(folder / "log") as processes:
         processes.torchrun(NUM_RANKS, [str(PROGRAM), str(folder), *flags])
         if processes.wait(LAUNCH_TIMEOUT_S) != 0:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from toy_models import make_toy
 from train_support import PROGRAM, Processes, make_inputs, read_lines, tiny_flags, warnings_in
 
@@ -44,20 +43,13 @@ class Job:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Model, tokenizer, prompts, and a critic with a head of its own: fresh heads start from other numbers on each backend."""
-    folder = make_inputs(tmp_path_factory.mktemp("inputs"))
-    shutil.copytree(folder / "model", folder / "critic")
-    (weights,) = (folder / "critic").glob("*.safetensors")
-    tensors = load_file(weights)
-    hidden = tensors["model.norm.weight"].shape[0]
-    head = 0.02 * torch.randn(1, hidden, generator=torch.Generator().manual_seed(5))
-    save_file(tensors | {"score.weight": head}, weights, metadata={"format": "pt"})
-    return folder
+    """Model, tokenizer and prompts."""
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def launch(inputs: Path, run_dir: Path, num_ranks: int, **fields: object) -> Job:
     """One torchrun to its end."""
-    settings = {**PPO, "critic_path": inputs / "critic", **fields}
+    settings = {**PPO, **fields}
     with Processes(run_dir.parent / f"log_{len(list(run_dir.parent.iterdir()))}") as processes:
         processes.torchrun(num_ranks, [*PROGRAM, *tiny_flags(inputs, run_dir, **settings)])
         code = processes.wait(LAUNCH_TIMEOUT_S)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from megatron_ppo.types import Completion, MicroBatch, RoleOutput, Sampling
@@ -44,3 +45,12 @@ class RewardModelRole(ABC):
     @abstractmethod
     def compute_scores(self, batch: MicroBatch) -> Tensor:
         """Scores [b] fp32, read at the last real token of each row (``batch.lengths - 1``), wherever padding stands."""
+
+
+def new_value_head(hidden_size: int, seed: int) -> Tensor:
+    """[1, H] fp32 weight of a value head that no checkpoint holds: normal, of deviation 1 / (H + 1), the same on every rank and backend.
+
+    So small, because hidden states have entries of size 1 and the first values should be near 0: the noise of a head of deviation
+    1 / sqrt(H + 1) (arXiv:2009.01325, for reward models) would be all that the first advantages hold.
+    """
+    return torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(seed)) / (hidden_size + 1)

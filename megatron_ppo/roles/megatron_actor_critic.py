@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from megatron_ppo import device
 from megatron_ppo.config import Config
 from megatron_ppo.families import Head, NetworkShape
-from megatron_ppo.roles.base import ActorRole, CriticRole, RewardModelRole
+from megatron_ppo.roles.base import ActorRole, CriticRole, RewardModelRole, new_value_head
 from megatron_ppo.roles.logits import gather_vocab, log_probs_and_entropy
 from megatron_ppo.roles.megatron_config import padded_vocab_size, rope_inverse_frequencies, transformer_config
 from megatron_ppo.roles.megatron_spec import block_spec, context_parallel_whole
@@ -127,7 +127,7 @@ class MegatronActorCritic(LanguageModule, ActorRole, CriticRole, RewardModelRole
                 tp_group=self.pg_collection.tp,
             )
         if self.has_value_head:
-            self.value_head = _new_value_head(self.config.hidden_size, self.config.params_dtype, seed)
+            self.value_head = _value_head(self.config.hidden_size, self.config.params_dtype, seed)
 
     # -- the roles' interface -----------------------------------------------------------------------------------------
 
@@ -243,14 +243,8 @@ class MegatronActorCritic(LanguageModule, ActorRole, CriticRole, RewardModelRole
         return values.squeeze(-1).transpose(0, 1).contiguous()
 
 
-def _new_value_head(hidden_size: int, dtype: torch.dtype, seed: int) -> nn.Linear:
-    """[1, H], no bias, from a normal distribution of deviation 1 / (H + 1), the same on every rank.
-
-    So small, because hidden states have entries of size 1 and the first values should be near 0: the noise of a head of deviation
-    1 / sqrt(H + 1) (arXiv:2009.01325, for reward models) would be all that the first advantages hold.
-    """
+def _value_head(hidden_size: int, dtype: torch.dtype, seed: int) -> nn.Linear:
     layer = nn.Linear(hidden_size, 1, bias=False, dtype=dtype, device=device.device())
-    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        layer.weight.copy_(torch.randn(1, hidden_size, generator=generator) / (hidden_size + 1))
+        layer.weight.copy_(new_value_head(hidden_size, seed))
     return layer
