@@ -44,7 +44,7 @@ from megatron_ppo.families import Head, network_shape
 from megatron_ppo.resharding.fsdp_layout import fsdp_layout, fsdp_layouts
 from megatron_ppo.resharding.hf_checkpoint import load_hf_weights
 from megatron_ppo.resharding.layout import RankLayout
-from megatron_ppo.roles.base import ActorRole
+from megatron_ppo.roles.base import ActorRole, new_value_head
 from megatron_ppo.roles.sampling import draw
 from megatron_ppo.types import Completion, MicroBatch, RoleOutput, Sampling
 
@@ -231,7 +231,9 @@ class FSDPBackend(TrainingBackend):
         root = build_network(self._config, self._mesh, folder, head, frozen=peak_lr is None)
         parameters = {hf_name(name): parameter for name, parameter in root.named_parameters()}
         network = Network(head, folder, root, parameters)
-        load_hf_weights(weights or folder, self._layout(folder, head), network.shards(), head=head)
+        shards = network.shards()
+        for name in load_hf_weights(weights or folder, self._layout(folder, head), shards, head=head):  # a value head that no file holds
+            shards[name].copy_(new_value_head(shards[name].shape[1], self._config.training.seed)[: shards[name].shape[0]])
         if peak_lr is not None:
             network.optimizer = FSDPOptimizer(
                 parameters,
