@@ -1,0 +1,280 @@
+"""Bytes on each kind of rank in each phase of an iteration, from parameters (``plan_networks.py``) and passes (``plan_activations.py``).
+
+    resident    weights, gradients, optimizer of each network: there from the first optimizer step on
+    sync        + two buckets (and the engine's weights, where the same ranks sample)
+    rollout     + the engine's weights and key/value cache, where the same ranks sample; cpu_offload = sampling takes the optimizer away
+    score       + working memory of a forward pass and its logits
+    update      + activations kept for the backward pass, logits, working memory
+
+A training rank's bytes of an element: weights in ``params_dtype``; gradients fp32 (megatron-core's buffers, whole on each rank); Adam's two
+moments fp32; with bf16 weights an fp32 master more. The last two are cut over the ranks that hold the same parameters (data x context
+parallel; for experts those that hold the same ones) where the optimizer is distributed (arXiv:1910.02054, P_os). FSDP keeps fp32 shards of
+everything (P_os+g+p) and gathers a layer at a time. Phases that hold no more than these (saving: copies go to host memory) are left out.
+Working memory is an estimate of what is allocated and freed within a layer; nothing here has been compared with a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatron_ppo.backends.base import RoleName, planned_networks
+from megatron_ppo.config import Config
+from megatron_ppo.families import Head, NetworkShape, network_shape
+from megatron_ppo.packing import round_up
+from megatron_ppo.plan_activations import Implementation, Pass, kept_by_stage, layer_terms, vocabulary_rows
+from megatron_ppo.plan_networks import HeldParameters, Stage, build_stages, chunk_sizes
+from megatron_ppo.resharding.megatron_mesh import megatron_parallel
+from megatron_ppo.roles.logits import CHUNK_SIZE
+
+Phase = Literal["sync", "rollout", "score", "update"]
+PHASES: tuple[Phase, ...] = ("sync", "rollout", "score", "update")
+
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Bytes of one network on one rank, between passes."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.weights + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """One kind of rank of the training mesh."""
+
+    stage: Stage
+    resident: Mapping[RoleName, Resident]
+    phases: Mapping[Phase, Mapping[str, float]]
+    """Phase -> what -> bytes."""
+
+    def total(self, phase: Phase) -> float:
+        """Bytes in a phase."""
+        return sum(self.phases[phase].values())
+
+    @property
+    def peak(self) -> float:
+        """Bytes in the fullest phase."""
+        return max(map(self.total, self.phases))
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """One rank of a rollout replica."""
+
+    weights: int
+    working: float
+    """Of the engine's largest pass."""
+    cache: float
+    """Key/value cache: what is left of the engine's share, or as vllm_overrides say. Negative: weights and passes alone exceed it."""
+    cache_bytes_per_token: float
+    max_model_len: int
+
+    @property
+    def total(self) -> float:
+        """Bytes of the engine."""
+        return self.weights + self.working + max(0.0, self.cache)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of ``max_model_len`` that the cache holds at once."""
+        return max(0, int(self.cache / (self.cache_bytes_per_token * self.max_model_len)))
+
+
+@functools.cache
+def shape_of(folder: Path) -> NetworkShape:
+    """``network_shape``, read once a process."""
+    return network_shape(folder)
+
+
+def micro_batch_shape(config: Config) -> tuple[int, int]:
+    """(rows, tokens of a row) of the largest micro-batch: every row as long as prompt and response may be."""
+    p, t = config.parallel, config.training
+    context = 2 * p.context_parallel_size if p.context_parallel_size > 1 else 1
+    length = round_up(config.max_model_len, context * (p.tensor_model_parallel_size if p.sequence_parallel else 1))
+    limit = t.max_tokens_per_micro_batch
+    rows = t.micro_batch_size if limit is None else min(t.micro_batch_size, max(1, limit // length))
+    return rows, length
+
+
+def num_micro_batches(config: Config, num_training: int) -> int:
+    """Micro-batches of a replica in one optimizer step, at that shape."""
+    rows = -(-config.training.global_batch_size // max(1, num_training // config.model_parallel_size))
+    count = -(-rows // micro_batch_shape(config)[0])
+    return round_up(count, config.parallel.pipeline_model_parallel_size) if config.parallel.virtual_pipeline_model_parallel_size else count
+
+
+def resident(config: Config, held: HeldParameters, num_training: int, *, trained: bool) -> Resident:
+    """What a network takes on a rank that holds so many of its parameters."""
+    moments = 2 if config.optimizer.optimizer == "adam" else 0
+    element = 2 if config.model.params_dtype == "bfloat16" else _FP32
+    if config.parallel.backend == "fsdp":
+        if not trained:
+            return Resident(held.total * element, 0, 0)
+        return Resident(held.total * _FP32, held.total * _FP32, held.total * _FP32 * moments)
+    if not trained:
+        return Resident(held.total * element, 0, 0)
+    copies = moments + (element != _FP32)
+    dense, expert = optimizer_shards(config, num_training)
+    optimizer = -(-held.num_dense // dense) + -(-held.num_expert // expert)
+    return Resident(held.total * element, held.total * _FP32, optimizer * _FP32 * copies)
+
+
+def optimizer_shards(config: Config, num_training: int) -> tuple[int, int]:
+    """Ranks over which the optimizer's state of (dense parameters, experts) is cut."""
+    if not config.parallel.use_distributed_optimizer:
+        return 1, 1
+    p, sizes = config.parallel, megatron_parallel(config)
+    per_stage = num_training // p.pipeline_model_parallel_size
+    return per_stage // p.tensor_model_parallel_size, max(1, per_stage // (sizes.expert_tensor_size * sizes.expert_model_parallel_size))
+
+
+def stage_memory(
+    config: Config, stage: Stage, num_training: int, implementation: Implementation, engine: EngineMemory | None, reserve: float
+) -> StageMemory:
+    """All phases of one kind of training rank. ``engine``: of the engine on the same rank (colocated), else None. ``reserve``: bytes that
+    neither torch nor the engine allocates for tensors (context, collectives, fragments)."""
+    planned = planned_networks(config)
+    found = {role: resident(config, held, num_training, trained=planned[role].peak_lr is not None) for role, held in stage.networks.items()}
+    on_host = config.parallel.cpu_offload == "always"
+    base = {
+        "weights": 0.0 if on_host else sum(one.weights for one in found.values()),
+        "gradients": 0.0 if on_host else sum(one.gradients for one in found.values()),
+        "optimizer": 0.0 if on_host else sum(one.optimizer for one in found.values()),
+        "reserve": reserve,
+    }
+    away = base | ({"gradients": 0.0, "optimizer": 0.0} if config.parallel.cpu_offload == "sampling" else {})
+    sync = (away if engine else base) | {"buckets": 2.0 * config.parallel.bucket_bytes}
+    rollout = dict(away if engine else base)
+    if engine is not None:
+        sync["engine weights"] = engine.weights
+        rollout |= {"engine weights": engine.weights, "key/value cache": max(0.0, engine.cache), "working": engine.working}
+    score = [_score(config, stage, role, found, implementation) for role in stage.networks]
+    update = [_update(config, stage, role, num_training, implementation) for role in ("actor", "critic") if role in stage.networks]
+    phases: dict[Phase, Mapping[str, float]] = {
+        "sync": sync,
+        "rollout": rollout,
+        "score": base | max(score, key=lambda one: sum(one.values())),
+        "update": base | max(update, key=lambda one: sum(one.values())),
+    }
+    return StageMemory(stage, found, phases)
+
+
+def _pass(config: Config, role: RoleName, implementation: Implementation) -> tuple[Pass, Head]:
+    plan = planned_networks(config)[role]
+    rows, length = micro_batch_shape(config)
+    return Pass(shape_of(plan.folder), config, implementation, rows, length), plan.head
+
+
+def _gathered(config: Config, held: HeldParameters) -> float:
+    """FSDP: whole parameters during a pass: the root's, and two layers' (one computes, the next is on its way)."""
+    element = 2 if config.model.params_dtype == "bfloat16" else _FP32
+    return (held.root_unit + 2 * held.largest_unit) * element if config.parallel.backend == "fsdp" else 0.0
+
+
+def _score(
+    config: Config, stage: Stage, role: RoleName, found: Mapping[RoleName, Resident], implementation: Implementation
+) -> dict[str, float]:
+    """A forward pass: the widest place of a layer, and the logits with their fp32 chunk."""
+    one, head = _pass(config, role, implementation)
+    logits = one.logits if stage.is_last and head in ("lm", "lm+value") else 0.0
+    working = 2 * one.hidden + _mlp_width(one) * 3 + _logit_chunks(one, 2) * (logits > 0) + _gathered(config, stage.networks[role])
+    return {"activations": 0.0, "logits": logits, "working": working}
+
+
+def _update(config: Config, stage: Stage, role: RoleName, num_training: int, implementation: Implementation) -> dict[str, float]:
+    """Forward and backward of one role's step; the other networks stay as they are."""
+    one, head = _pass(config, role, implementation)
+    count = num_micro_batches(config, num_training)
+    number = stage.stages[0]
+    activations, logits = kept_by_stage(one, head, number, chunk_sizes(config, one.network, number), count)
+    # Gradients of a layer's widest place, of hidden states on both of its sides, and sequence parallelism's gathered input.
+    working = 2 * one.hidden + _mlp_width(one) * 3 + one.num_tokens * one.network.hidden_size * one.element
+    if config.model.recompute_granularity == "full":
+        working += sum(layer_terms(one).values())  # the layer that is computed again
+    at_head = logits + _logit_chunks(one, 3) if logits else 0.0  # the logits' gradient
+    working = max(working, at_head) + _gathered(config, stage.networks[role])
+    if config.parallel.backend == "fsdp":
+        working += stage.networks[role].largest_unit * _FP32  # a layer's whole gradients, before they are summed and cut
+    return {"activations": activations, "logits": logits, "working": working}
+
+
+def _mlp_width(one: Pass) -> float:
+    """Bytes of one tensor of the MLP's inner width."""
+    network = one.network
+    tokens = one.num_tokens_outside * network.num_experts_per_tok if network.num_experts else one.num_tokens
+    return tokens * network.intermediate_size / (1 if network.num_experts else one.tp) * one.element
+
+
+def _logit_chunks(one: Pass, count: int) -> float:
+    """fp32 copies of the logits of ``CHUNK_SIZE`` tokens."""
+    return count * min(one.num_tokens, CHUNK_SIZE) * vocabulary_rows(one.network, one.config) / one.tp * _FP32
+
+
+def engine_memory(config: Config, shard_elements: int, gpu_memory: float) -> EngineMemory:
+    """One rollout rank. ``shard_elements``: of the engine's parameters on it (``refit_plan``), ``gpu_memory`` in bytes.
+
+    vLLM takes ``gpu_memory_utilization`` of the GPU for weights, its largest pass and the cache; plain generation (hf) what its rows need.
+    """
+    network, r, tp = shape_of(Path(config.model.model_path)), config.rollout, config.parallel.rollout_tensor_parallel_size
+    element = 2 if r.rollout_dtype == "bfloat16" else _FP32
+    weights = shard_elements * element
+    per_token = 2.0 * network.num_layers * max(network.kv_size / tp, network.head_dim) * element
+    overrides = r.vllm_overrides
+    batched = float(overrides.get("max_num_batched_tokens", DEFAULT_BATCHED_TOKENS))
+    sequences = float(overrides.get("max_num_seqs", DEFAULT_SEQUENCES))
+    width = network.intermediate_size * (network.num_experts_per_tok or 1) / tp
+    # Hidden states and a gated MLP for the largest batch; fp32 logits of every sequence's last token, twice for the sampler.
+    working = batched * (4 * network.hidden_size + 3 * width) * element + 2 * sequences * network.vocab_size * _FP32
+    if "kv_cache_memory_bytes" in overrides:
+        cache = float(overrides["kv_cache_memory_bytes"])
+    elif r.rollout_backend == "hf":
+        cache = per_token * config.max_model_len * config.rollout.samples_per_prompt
+    else:
+        cache = float(overrides.get("gpu_memory_utilization", DEFAULT_UTILIZATION)) * gpu_memory - weights - working
+    return EngineMemory(weights, working, cache, per_token, config.max_model_len)
+
+
+DEFAULT_UTILIZATION = 0.85
+"""``backends/vllm.py``'s ``gpu_memory_utilization``."""
+DEFAULT_BATCHED_TOKENS, DEFAULT_SEQUENCES = 16384, 1024
+"""vLLM's defaults for offline use on GPUs of 70 GiB and more (``EngineArgs._get_default_max_num_batched_tokens``)."""
+
+
+def predicted_training(config: Config, num_training: int, implementation: Implementation) -> list[dict[str, float]]:
+    """Bytes of weights, gradients, optimizer and activations (with logits) of every rank of a training mesh, by its number: what
+    ``benchmarks/plan_memory.py`` compares with real ranks. Starts child processes."""
+    stages = build_stages([config], [num_training])[0]
+    per_stage = num_training // config.parallel.pipeline_model_parallel_size
+    count = num_micro_batches(config, num_training)
+    planned = planned_networks(config)
+    found = []
+    for rank in range(num_training):
+        number = rank // per_stage if config.parallel.backend == "megatron" else 0
+        stage = next(one for one in stages if number in one.stages)
+        parts = [resident(config, held, num_training, trained=planned[role].peak_lr is not None) for role, held in stage.networks.items()]
+        kept = []
+        for role in ("actor", "critic"):
+            if role in stage.networks:
+                one, head = _pass(config, role, implementation)
+                kept.append(sum(kept_by_stage(one, head, number, chunk_sizes(config, one.network, number), count)))
+        found.append(
+            {
+                "weights": sum(part.weights for part in parts),
+                "gradients": sum(part.gradients for part in parts),
+                "optimizer": sum(part.optimizer for part in parts),
+                "activations": max(kept),
+            }
+        )
+    return found

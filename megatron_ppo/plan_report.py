@@ -1,0 +1,322 @@
+"""A plan (``plan_job.Plan``) or a list of candidates in words: tables for people, JSON for programs. Called by ``planner.py``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_ppo.plan_job import GIB, Plan
+from megatron_ppo.plan_memory import PHASES, StageMemory, num_micro_batches
+from megatron_ppo.refit_traffic import size_text
+
+if TYPE_CHECKING:
+    from megatron_ppo.plan_search import Candidate
+
+_WIDTH = 150
+"""Columns where the output is no terminal."""
+_SHOWN_NODES = 24
+
+
+def _console() -> Console:
+    return Console(file=sys.stdout, highlight=False, markup=False, width=None if sys.stdout.isatty() else _WIDTH)
+
+
+def print_plan(plan: Plan) -> None:
+    """The whole plan on standard output."""
+    console = _console()
+    console.print(_header(plan), soft_wrap=True)
+    for table in (_placement(plan), _holdings(plan), _memory(plan)):
+        console.print()
+        console.print(table)
+    for title, lines in (("batches", _batches(plan)), ("weight sync", _refit(plan)), ("seconds of an iteration", _seconds(plan))):
+        console.print(f"\n{title}")
+        for line in lines:
+            console.print(f"  {line}", soft_wrap=True)
+    console.print()
+    for note in plan.notes:
+        console.print(f"note: {note}", soft_wrap=True)
+    for fault in plan.faults:
+        console.print(f"DOES NOT FIT: {fault}", soft_wrap=True)
+    if not plan.faults:
+        console.print(f"fits: {plan.headroom / GIB:.1f} GiB of {plan.machine.gpu_memory_gib:g} are left on the fullest rank")
+
+
+def _header(plan: Plan) -> str:
+    config, machine = plan.config, plan.machine
+    nodes = -(-plan.world_size // machine.ranks_per_node)
+    network = plan.network
+    experts = f", {network.num_experts} experts a layer, {network.num_experts_per_tok} a token" if network.num_experts else ""
+    model = config.model
+    return "\n".join(
+        [
+            f"model      {model.model_path}: {network.family}, {network.num_layers} layers{experts}, "
+            f"{plan.traffic.num_parameters / 1e9:.4g} billion parameters, {model.params_dtype}",
+            f"launch     {plan.world_size} ranks on {nodes} nodes of {machine.ranks_per_node} GPUs of {machine.gpu_memory_gib:g} GiB"
+            f"{', colocated: all train and sample by turns' if config.is_colocated else ''}",
+            f"training   {plan.traffic.training_mesh}; optimizer {_optimizer_text(plan)}; recomputation {model.recompute_granularity}; "
+            f"layers of {plan.implementation}",
+            f"rollout    {plan.traffic.rollout_mesh}, {config.rollout.rollout_backend}, {config.rollout.rollout_dtype}",
+        ]
+    )
+
+
+def _optimizer_text(plan: Plan) -> str:
+    p, name = plan.config.parallel, plan.config.optimizer.optimizer
+    if p.backend == "fsdp":
+        return f"{name}, sharded; cpu_offload {p.cpu_offload}"
+    return f"{name}, {'sharded over data x context parallel ranks' if p.use_distributed_optimizer else 'whole on every rank'}"
+
+
+def spans(plan: Plan, stage: StageMemory) -> list[range]:
+    """The ranks of a kind, as consecutive numbers."""
+    per_stage = plan.config.training_size(plan.world_size) // plan.config.parallel.pipeline_model_parallel_size
+    first, last = stage.stage.stages[0], stage.stage.stages[-1]
+    return [range(first * per_stage, (last + 1) * per_stage)]
+
+
+def _range_text(numbers: range) -> str:
+    return str(numbers.start) if len(numbers) == 1 else f"{numbers.start}-{numbers.stop - 1}"
+
+
+def _stages_text(stage: StageMemory) -> str:
+    return _range_text(range(stage.stage.stages[0], stage.stage.stages[-1] + 1))
+
+
+def _placement(plan: Plan) -> Table:
+    """Which ranks lie on which node; equal neighbours in one line."""
+    table = Table(title="placement", title_justify="left")
+    for name in ("nodes", "ranks", "what they do"):
+        table.add_column(name, overflow="fold")
+    lines = _node_lines(plan)
+    for line in lines[:_SHOWN_NODES]:
+        table.add_row(*line)
+    if len(lines) > _SHOWN_NODES:
+        table.add_row("...", "", f"{len(lines) - _SHOWN_NODES} more lines; --json FILE has every rank")
+    return table
+
+
+def _node_lines(plan: Plan) -> list[tuple[str, str, str]]:
+    per_node = plan.machine.ranks_per_node
+    grouped: list[tuple[int, int, str]] = []  # first node, last node, what
+    for node in range(-(-plan.world_size // per_node)):
+        ranks = range(node * per_node, min((node + 1) * per_node, plan.world_size))
+        what = _node_text(plan, ranks)
+        if grouped and grouped[-1][2] == what:
+            grouped[-1] = (grouped[-1][0], node, what)
+        else:
+            grouped.append((node, node, what))
+    lines = []
+    for first, last, what in grouped:
+        ranks = range(first * per_node, min((last + 1) * per_node, plan.world_size))
+        lines.append((_range_text(range(first, last + 1)), _range_text(ranks), what))
+    return lines
+
+
+def _node_text(plan: Plan, ranks: range) -> str:
+    training = [rank for rank in ranks if rank < plan.config.training_size(plan.world_size)]
+    parts = []
+    if training:
+        rows = [plan.traffic.rows[rank].place for rank in training]
+        shown = [
+            f"{axis} {_values(sorted({row[axis] for row in rows}))}" for axis in rows[0] if axis in ("pp", "copy", "shard", "cp", "tp")
+        ]
+        parts.append(f"train: {', '.join(shown)}")
+    if plan.config.is_colocated or len(training) < len(ranks):
+        parts.append(f"sample: engines of TP {plan.config.parallel.rollout_tensor_parallel_size}")
+    return "; ".join(parts)
+
+
+def _values(numbers: Sequence[int]) -> str:
+    if len(numbers) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]}-{numbers[-1]}"
+    return ",".join(map(str, numbers))
+
+
+def _holdings(plan: Plan) -> Table:
+    table = Table(title="what a rank holds between passes (GiB)", title_justify="left")
+    for name in ("stage", "ranks", "layers", "network", "parameters", "weights", "gradients", "optimizer"):
+        table.add_column(name, justify="left" if name in ("stage", "network") else "right")
+    for stage in plan.stages:
+        ends = [name for name, here in (("embedding", stage.stage.is_first), ("head", stage.stage.is_last)) if here]
+        layers = " + ".join(map(str, stage.stage.num_layers)) + (f" + {' + '.join(ends)}" if ends else "")
+        for index, (role, found) in enumerate(stage.resident.items()):
+            start = (_stages_text(stage), ", ".join(map(_range_text, spans(plan, stage))), layers) if not index else ("", "", "")
+            number = f"{stage.stage.networks[role].total / 1e9:.3f} B"
+            table.add_row(*start, role, number, *(f"{size / GIB:.2f}" for size in (found.weights, found.gradients, found.optimizer)))
+    if not plan.config.is_colocated:
+        elements = plan.engine.weights / (2 if plan.config.rollout.rollout_dtype == "bfloat16" else 4)
+        first = plan.config.training_size(plan.world_size)
+        ranks, layers = _range_text(range(first, plan.world_size)), str(plan.network.num_layers)
+        table.add_row("rollout", ranks, layers, "engine", f"{elements / 1e9:.3f} B", f"{plan.engine.weights / GIB:.2f}", "", "")
+    return table
+
+
+def _memory(plan: Plan) -> Table:
+    table = Table(title=f"memory of a rank by phase (GiB of {plan.machine.gpu_memory_gib:g})", title_justify="left")
+    kinds: list[str] = []
+    for stage in plan.stages:
+        for phase in PHASES:
+            kinds += [kind for kind, size in stage.phases[phase].items() if size and kind not in kinds]
+    for name in ("stage", "phase", *kinds, "total", "headroom"):
+        table.add_column(name, justify="left" if name in ("stage", "phase") else "right")
+    for stage in plan.stages:
+        for phase in PHASES:
+            cells = [f"{stage.phases[phase].get(kind, 0.0) / GIB:.2f}" for kind in kinds]
+            left = plan.memory - stage.total(phase)
+            start = _stages_text(stage) if phase == PHASES[0] else ""
+            table.add_row(start, phase, *cells, f"{stage.total(phase) / GIB:.2f}", f"{left / GIB:.2f}")
+    return table
+
+
+def _batches(plan: Plan) -> list[str]:
+    r, b, t = plan.config.rollout, plan.batches, plan.config.training
+    flight = b.in_flight
+    return [
+        f"{r.prompts_per_iteration} prompts x {r.samples_per_prompt} samples = {b.num_responses} responses of at most "
+        f"{r.max_prompt_length} + {r.max_response_length} tokens; {b.per_replica} a replica",
+        f"{b.num_responses} / global_batch_size {t.global_batch_size} x {t.ppo_epochs} epochs = {b.optimizer_steps} optimizer steps",
+        f"{t.global_batch_size} / data parallel {b.data_parallel_size} = {b.rows_per_step} rows = {b.num_micro_batches} micro-batches "
+        f"of at most {b.micro_batch_rows} x {b.micro_batch_length} tokens",
+        f"in flight at once: {flight[0]} on the first stage, {flight[-1]} on the last; "
+        f"bubble {plan.seconds.bubble:.1%} of the working time",
+    ]
+
+
+def _refit(plan: Plan) -> list[str]:
+    traffic, engine = plan.traffic, plan.engine
+    low, high = traffic.received_over_shard
+    sender, receiver = traffic.busiest_sender, traffic.busiest_receiver
+    cache = f"{max(0.0, engine.cache) / GIB:.1f} GiB = {engine.num_sequences} sequences of {engine.max_model_len} tokens a replica"
+    return [
+        f"{size_text(traffic.bytes_received)} received in {traffic.num_groups} groups, {low:.3f} to {high:.3f} of each shard; "
+        f"the usual full broadcast: {traffic.full_broadcast_factor:.1f} times as much",
+        f"busiest sender: rank {sender.rank}, {size_text(sender.bytes_sent)}; busiest receiver: rank {receiver.rank}, "
+        f"{size_text(receiver.bytes_received)}; {plan.seconds.sync:.2f} s",
+        f"an engine's rank: {engine.weights / GIB:.1f} GiB of weights, {engine.working / GIB:.1f} of passes, cache {cache}",
+    ]
+
+
+def _seconds(plan: Plan) -> list[str]:
+    s, m = plan.seconds, plan.machine
+    return [
+        f"sync {s.sync:.2f} + rollout {s.rollout:.1f} + score {s.score:.1f} + update {s.update:.1f} "
+        f"(of which travelling {s.communication:.1f}) = {s.total:.1f} s, every response at its longest",
+        f"assumed: {m.peak_tflops:g} TFLOP/s x MFU {m.mfu:g}, memory {m.memory_gbs:g} GB/s x {m.decode_efficiency:g}, "
+        f"{m.nvlink_gbs:g} GB/s in a node, {m.network_gbs:g} GB/s between nodes. Not compared with GPUs: for comparing meshes",
+    ]
+
+
+# -- candidates -------------------------------------------------------------------------------------------------------
+
+
+def print_candidates(found: Sequence[Candidate], title: str, world_size: int) -> None:
+    """A table of meshes, the best first, and the flags of the first."""
+    console = _console()
+    if not found:
+        console.print(f"{title}: none. Take more GPUs, a smaller micro-batch or shorter sequences", soft_wrap=True)
+        return
+    table = Table(title=title, title_justify="left")
+    columns = (
+        "#",
+        "TP",
+        "PP",
+        "CP",
+        "EP",
+        "DP",
+        "rollout",
+        "recompute",
+        "micro-batch",
+        "GiB left",
+        "bubble",
+        "sync",
+        "rollout s",
+        "score",
+        "update",
+        "total s",
+    )
+    for name in columns:
+        table.add_column(name, justify="right")
+    for index, one in enumerate(found, 1):
+        p, s = one.config.parallel, one.seconds
+        replicas = (
+            f"{one.config.num_replicas(world_size)} x TP {p.rollout_tensor_parallel_size}{' colocated' if one.config.is_colocated else ''}"
+        )
+        sizes = (p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size, p.expert_model_parallel_size)
+        table.add_row(
+            str(index),
+            *map(str, (*sizes, one.config.data_parallel_size(world_size))),
+            replicas,
+            one.config.model.recompute_granularity,
+            str(one.config.training.micro_batch_size),
+            f"{one.headroom / GIB:.1f}",
+            f"{s.bubble:.0%}",
+            *(f"{number:.1f}" for number in (s.sync, s.rollout, s.score, s.update, s.total)),
+        )
+    console.print(table)
+    console.print(f"the first: {' '.join(found[0].flags(world_size))}", soft_wrap=True)
+
+
+def write_candidates(found: Sequence[Candidate], path: Path) -> None:
+    """The same as JSON."""
+    rows = [
+        {"fields": one.fields, "headroom_bytes": one.headroom, "seconds": asdict(one.seconds) | {"total": one.seconds.total}}
+        for one in found
+    ]
+    path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+# -- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def write_json(plan: Plan, path: Path) -> None:
+    """Every number of the text, and each rank's place; sizes are bytes."""
+    path.write_text(json.dumps(plan_json(plan), indent=1) + "\n", encoding="utf-8")
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """The plan as plain data."""
+    traffic, config = plan.traffic, plan.config
+    num_training = config.training_size(plan.world_size)
+    assert plan.batches.num_micro_batches == num_micro_batches(config, num_training)
+    return {
+        "world_size": plan.world_size,
+        "machine": asdict(plan.machine),
+        "implementation": plan.implementation,
+        "fits": not plan.faults,
+        "faults": list(plan.faults),
+        "notes": list(plan.notes),
+        "headroom_bytes": plan.headroom,
+        "mesh": config.mesh_sizes(plan.world_size) | {"colocated": config.is_colocated},
+        "training_mesh": traffic.training_mesh,
+        "rollout_mesh": traffic.rollout_mesh,
+        "stages": [
+            {
+                "stages": list(stage.stage.stages),
+                "ranks": [[part.start, part.stop] for part in spans(plan, stage)],
+                "num_layers": list(stage.stage.num_layers),
+                "parameters": {role: held.total for role, held in stage.stage.networks.items()},
+                "resident": {role: asdict(found) for role, found in stage.resident.items()},
+                "phases": {phase: dict(stage.phases[phase]) | {"total": stage.total(phase)} for phase in PHASES},
+                "headroom_bytes": plan.memory - stage.peak,
+            }
+            for stage in plan.stages
+        ],
+        "engine": asdict(plan.engine) | {"num_sequences": plan.engine.num_sequences, "total": plan.engine_total},
+        "batches": asdict(plan.batches),
+        "refit": {
+            "model_bytes": traffic.model_bytes,
+            "bytes_received": traffic.bytes_received,
+            "num_groups": traffic.num_groups,
+            "busiest_sender_bytes": traffic.busiest_sender.bytes_sent,
+            "busiest_receiver_bytes": traffic.busiest_receiver.bytes_received,
+        },
+        "seconds": asdict(plan.seconds) | {"total": plan.seconds.total},
+        "ranks": [{"rank": row.rank, "node": row.node, "trains": row.is_training, "place": dict(row.place)} for row in traffic.rows],
+    }
