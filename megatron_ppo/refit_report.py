@@ -11,19 +11,15 @@ that fill two vLLM replicas of 4::
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from megatron_ppo.config import Config
-from megatron_ppo.config_io import parse_command
 from megatron_ppo.refit_picture import draw_png
 from megatron_ppo.refit_traffic import KINDS, RankRow, RefitTraffic, largest_unit, refit_traffic, size_text
-from megatron_ppo.resharding.megatron_mesh import smallest_world_size
 from megatron_ppo.weight_synchronizer import refit_plan
 
-PROGRAM = "megatron_ppo plan"
 _MATRIX_RANKS = 16
 """The text holds a matrix of up to so many senders and receivers."""
 _TABLE_ROWS = 40
@@ -31,62 +27,19 @@ _TABLE_ROWS = 40
 _SHOWN_SPANS = 3
 
 
-@dataclass(frozen=True)
-class Options:
-    """What to show. Example: python -m megatron_ppo plan --refit --model-path MODEL --tensor-model-parallel-size 4 --rollout-world-size 8
-    --rollout-tensor-parallel-size 4 --png refit.png
-    """
-
-    refit: bool = False
-    """Show the traffic of one weight sync. Required: there is nothing else to show."""
-    world_size: int | None = None
-    """Ranks of the launch. Default: the smallest that the sizes of the meshes admit."""
-    png: Path | None = None
-    """Draw who sends what to whom into this file."""
-    json: Path | None = None
-    """Write every number into this file, rank by rank."""
-    ranks_per_node: int = 8
-    """Consecutive ranks that share a node; the picture marks the borders."""
-
-
-def main(arguments: Sequence[str]) -> int:
-    """``python -m megatron_ppo plan``: 0, or 2 with the reason on standard error."""
-    options, config = parse_command(arguments, Options(), program=PROGRAM)
-    try:
-        traffic = _traffic(options, config)
-        print(report_text(traffic, config))
-        for path, write in ((options.json, _write_json), (options.png, draw_png)):
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write(traffic, path)
-                print(f"wrote {path}")
-    except (_Refused, OSError) as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-class _Refused(Exception):
-    """The user's fault, in words."""
-
-
-def _traffic(options: Options, config: Config) -> RefitTraffic:
-    if not options.refit:
-        raise _Refused("say what to show: --refit (the traffic of one weight sync) is all there is")
-    try:
-        plan = refit_plan(config, _checked_world_size(options, config))
-        return refit_traffic(plan, config, ranks_per_node=options.ranks_per_node)
-    except ValueError as error:
-        raise _Refused(str(error)) from None
-
-
-def _checked_world_size(options: Options, config: Config) -> int:
-    """Ranks of the launch; ``ValueError`` with the equations that do not hold."""
-    if options.ranks_per_node < 1:
-        raise ValueError(f"--ranks-per-node {options.ranks_per_node} must be at least 1")
-    world_size = smallest_world_size(config) if options.world_size is None else options.world_size
+def show(config: Config, world_size: int, ranks_per_node: int, *, png: Path | None, json_file: Path | None) -> int:
+    """Print the report and write the files that are asked for; 0. ``ValueError`` with the equations that do not hold."""
+    if ranks_per_node < 1:
+        raise ValueError(f"--ranks-per-node {ranks_per_node} must be at least 1")
     config.validate(world_size, needs_data=False)
-    return world_size
+    traffic = refit_traffic(refit_plan(config, world_size), config, ranks_per_node=ranks_per_node)
+    print(report_text(traffic, config))
+    for path, write in ((json_file, _write_json), (png, draw_png)):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(traffic, path)
+            print(f"wrote {path}")
+    return 0
 
 
 # ---- text
