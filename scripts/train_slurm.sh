@@ -12,6 +12,7 @@
 #   first holds the training ranks:  sbatch PARTITION-AND-SIZES-OF-TRAINING : PARTITION-AND-SIZES-OF-ROLLOUT scripts/train_slurm.sh ...
 # LAUNCHER=torchrun: one agent a node, which starts a lost launch again on the same nodes (MAX_RESTARTS, default 2). Ask for one task a node and
 #   its cores:  LAUNCHER=torchrun sbatch --nodes 2 --ntasks-per-node 1 --cpus-per-task 64 --gpus-per-node 8 scripts/train_slurm.sh ...
+#   SCRIPTS (scripts): the folder of train_torchrun.sh, where the job does not start in the root of the repository.
 set -euo pipefail
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"  # srun does not take it over from sbatch (Slurm 22.05 on)
@@ -35,7 +36,7 @@ case "${LAUNCHER:-srun}" in
         export NNODES="$SLURM_NNODES" RDZV_ID="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
         RDZV_ENDPOINT=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p):$((20000 + 16 * SLURM_JOB_ID % 10000))
         export RDZV_ENDPOINT
-        step=(--ntasks="$SLURM_NNODES" --ntasks-per-node=1 bash scripts/train_torchrun.sh) ;;
+        step=(--ntasks="$SLURM_NNODES" --ntasks-per-node=1 bash "${SCRIPTS:-scripts}/train_torchrun.sh") ;;
     *) echo "train_slurm: LAUNCHER=$LAUNCHER must be srun or torchrun" >&2; exit 2 ;;
 esac
 

@@ -139,6 +139,11 @@ class Job:
         """Send a signal to all steps, as ``--signal`` does before the time limit; the script does not get it."""
         self._cluster.ask("scancel", "--signal", name, str(self.number))
 
+    def run_time_minutes(self) -> int:
+        """Whole minutes since the job's last start."""
+        hours, minutes, _ = map(int, self.field("RunTime").rpartition("-")[2].split(":"))
+        return 60 * hours + minutes
+
     def set_time_limit(self, minutes: int) -> None:
         """Of a job that waits or runs."""
         self._cluster.ask("scontrol", "update", f"JobId={self.number}", f"TimeLimit={minutes}")

@@ -18,11 +18,14 @@
 #   SBATCH_TIMELIMIT, SBATCH_ACCOUNT, SBATCH_PARTITION, ...     as sbatch reads them
 set -euo pipefail
 : "${model:?}" "${nodes:?}" "${flags:?}"  # this file is sourced by a recipe
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=${PYTHON:-python}
 
 nodes=${NODES:-$nodes}
 gpus=${GPUS_PER_NODE:-8}
+for number in "$nodes" "$gpus"; do
+    [[ $number =~ ^[1-9][0-9]*$ ]] || { echo "recipe: NODES=$nodes and GPUS_PER_NODE=$gpus must be whole numbers above 0" >&2; exit 2; }
+done
 command=plan
 case "${1:-}" in plan | show | torchrun | srun | slurm) command=$1; shift ;; esac
 
@@ -78,7 +81,7 @@ value_of() {
 }
 
 if [ "$command" = plan ]; then
-    model_path=${MODEL_PATH:-megatron_ppo/model_shapes/$model}
+    model_path=${MODEL_PATH:-$root/megatron_ppo/model_shapes/$model}
     exec "$python" -m megatron_ppo plan --world-size "$world_size" --ranks-per-node "$gpus" --model-path "$model_path" "${resolved[@]}" "$@"
 fi
 for name in MODEL_PATH PROMPT_DATA; do
@@ -93,7 +96,7 @@ done
 
 case $command in
     show) echo "megatron_ppo train, $nodes nodes x $gpus GPUs:"; printf '%q ' "${resolved[@]}" "$@"; echo ;;
-    torchrun) NNODES=$nodes NPROC_PER_NODE=$gpus RDZV_ID=${RDZV_ID:-$model} exec bash scripts/train_torchrun.sh "${resolved[@]}" "$@" ;;
+    torchrun) NNODES=$nodes NPROC_PER_NODE=$gpus RDZV_ID=${RDZV_ID:-$model} exec bash "$root/scripts/train_torchrun.sh" "${resolved[@]}" "$@" ;;
     srun)
         exec srun --nodes "$nodes" --ntasks-per-node "$gpus" --kill-on-bad-exit=1 --distribution=block \
             "$python" -m megatron_ppo train "${resolved[@]}" "$@" ;;
@@ -106,5 +109,6 @@ case $command in
             rollout_nodes=$(($(value_of --rollout-world-size "${resolved[@]}" "$@") / gpus))
             components=($(size $((nodes - rollout_nodes)) "${PARTITION:-}") : $(size "$rollout_nodes" "$ROLLOUT_PARTITION"))
         fi
-        exec sbatch --job-name "$model" "${components[@]}" scripts/train_slurm.sh "${resolved[@]}" "$@" ;;
+        export SCRIPTS="$root/scripts"
+        exec sbatch --job-name "$model" "${components[@]}" "$root/scripts/train_slurm.sh" "${resolved[@]}" "$@" ;;
 esac
