@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -12,11 +13,13 @@ import pytest
 from train_support import ROOT, make_inputs, read_lines
 
 from megatron_ppo.__main__ import main
-from megatron_ppo.config import Config
 from megatron_ppo.config_io import parse_arguments
 from megatron_ppo.families import network_shape
+from megatron_ppo.plan_job import GIB, Plan
+from scripts import recipes_page
+from scripts.recipes_page import Recipe
 
-RECIPES = sorted(path.stem for path in (ROOT / "scripts" / "recipes").glob("*.sh") if path.stem != "launch")
+RECIPES = recipes_page.names()
 STANDIN = """#!/bin/sh
 echo "$(basename "$0")" "$@"
 """
@@ -37,19 +40,15 @@ def run_recipe(name: str, arguments: list[str], **environment: str) -> subproces
     )
 
 
-def planned(name: str, *arguments: str, **environment: str) -> list[str]:
-    """The words after ``python -m megatron_ppo``, of which this process runs what it needs: an import of torch takes seconds."""
-    done = run_recipe(name, ["plan", *arguments], PYTHON="echo", **environment)
-    assert done.returncode == 0, done.stderr
-    words = shlex.split(done.stdout)
-    assert words[:3] == ["-m", "megatron_ppo", "plan"]
-    return words[2:]
+@pytest.fixture(scope="module")
+def recipes() -> dict[str, Recipe]:
+    return {name: recipes_page.read_recipe(name) for name in recipes_page.names()}
 
 
-def launch_of(words: list[str]) -> tuple[int, Config]:
-    """(world size, configuration) that a ``plan`` command line means; the same flags as ``train``'s."""
-    assert (words[1], words[3]) == ("--world-size", "--ranks-per-node")
-    return int(words[2]), parse_arguments(words[5:], program="test")
+@pytest.fixture(scope="module")
+def plans(recipes: dict[str, Recipe]) -> dict[str, Plan]:
+    """The full plan of every recipe."""
+    return dict(zip(recipes, recipes_page.make_plans(list(recipes.values())), strict=True))
 
 
 def test_there_is_a_recipe_for_every_shape() -> None:
@@ -57,10 +56,10 @@ def test_there_is_a_recipe_for_every_shape() -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_fits_together(name: str, tmp_path: Path) -> None:
+def test_every_recipe_fits_together(name: str, recipes: dict[str, Recipe], tmp_path: Path) -> None:
     """All equations hold, the batch's too; tensor parallelism stays within a node; no GPU is left over; key/value heads are not replicated
     but where a replica would not hold the weights otherwise; the head of the file says the launch that it starts."""
-    world_size, config = launch_of(planned(name))
+    world_size, config = recipes[name].world_size, recipes[name].config
     prompts = tmp_path / "prompts.jsonl"
     prompts.touch()
     config.replace(prompt_data=str(prompts)).validate(world_size)
@@ -79,14 +78,26 @@ def test_every_recipe_fits_together(name: str, tmp_path: Path) -> None:
     assert f"Rollout {sizes['replicas']} replicas of TP {sizes['rollout_tp']}" in head
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_plans_its_refit(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = planned(name)
-    assert main([words[0], "--refit", *words[1:]]) == 0
-    assert "received/shard  1.000 on every rollout rank" in " ".join(capsys.readouterr().out.split()).replace("shard 1", "shard  1")
+def test_every_recipe_fits_into_memory(name: str, plans: dict[str, Plan]) -> None:
+    """Training into 80 GB on every rank in every phase, whatever the rollout nodes have; each rollout rank receives its shard."""
+    plan = plans[name]
+    assert plan.faults == () and plan.headroom > 0
+    assert recipes_page.training_peak(plan) < 80e9
+    assert plan.traffic.received_over_shard == (1.0, 1.0)
+    said = re.search(r"Expected: (\d+) GiB of a training GPU; a refit in ([\d.]+) s", (recipes_page.FOLDER / f"{name}.sh").read_text())
+    assert said is not None
+    assert said.groups() == (f"{recipes_page.training_peak(plan) / GIB:.0f}", f"{plan.seconds.sync:.1f}")
 
 
-def test_numbers_come_from_the_environment_and_arguments_stand_above() -> None:
+@pytest.mark.slow
+def test_the_page_says_what_the_planner_says(recipes: dict[str, Recipe], plans: dict[str, Plan]) -> None:
+    """Otherwise: python scripts/recipes_page.py."""
+    assert recipes_page.PAGE.read_text() == recipes_page.page(list(recipes.values()), list(plans.values()))
+
+
+def test_numbers_come_from_the_environment_and_arguments_stand_above(recipes: dict[str, Recipe]) -> None:
     """A value, several values, a switch, the launch, the model; what was not asked for stays."""
     environment = {
         "NODES": "4",
@@ -97,11 +108,11 @@ def test_numbers_come_from_the_environment_and_arguments_stand_above() -> None:
         "CRITIC_LR": "2e-5",
         "MODEL_PATH": str(ROOT / "megatron_ppo" / "model_shapes" / "qwen3_8b"),
     }
-    world_size, config = launch_of(planned("llama3.1_8b", "--critic-lr", "4e-5", "--clip-ratio", "0.2", "0.28", **environment))
-    _, plain = launch_of(planned("llama3.1_8b"))
+    arguments = ["--critic-lr", "4e-5", "--clip-ratio", "0.2", "0.28"]
+    recipe = recipes_page.read_recipe("llama3.1_8b", arguments, environment)
     overrides = {"gpu_memory_utilization": "0.5", "max_num_seqs": "64"}
-    assert world_size == 32
-    assert config == plain.replace(
+    assert recipe.world_size == 32
+    assert recipe.config == recipes["llama3.1_8b"].config.replace(
         tensor_model_parallel_size=2,
         sequence_parallel=False,
         vllm_overrides=overrides,
@@ -118,8 +129,7 @@ def test_a_wrong_override_is_refused_with_the_equation_and_a_remedy(capsys: pyte
         ({"NODES": "1"}, ["world size 8", "rollout_world_size is 8, so 0 ranks are left to train", "Launch 12 ranks"]),
         ({"ROLLOUT_TENSOR_PARALLEL_SIZE": "3"}, ["rollout_world_size = 8", "replicas x TP = rollout ranks", "The nearest are 6 and 9"]),
     ):
-        words = planned("llama3.1_8b", **environment)
-        assert main([words[0], "--refit", *words[1:]]) == 2
+        assert main(["plan", "--refit", *recipes_page.plan_words("llama3.1_8b", environment=environment)]) == 2
         said = capsys.readouterr().err
         for part in parts:
             assert part in said
@@ -166,7 +176,9 @@ REAL = {"MODEL_PATH": "/models/m", "PROMPT_DATA": "/data/p.jsonl"}
         ),
     ],
 )
-def test_a_recipe_starts_by_each_launcher(tmp_path: Path, arguments: list[str], environment: dict[str, str], launch: str) -> None:
+def test_a_recipe_starts_by_each_launcher(
+    recipes: dict[str, Recipe], tmp_path: Path, arguments: list[str], environment: dict[str, str], launch: str
+) -> None:
     """The same flags as those that are planned, but for the model and the prompts."""
     for name in ("srun", "sbatch", "torchrun"):
         (tmp_path / name).write_text(STANDIN)
@@ -176,14 +188,13 @@ def test_a_recipe_starts_by_each_launcher(tmp_path: Path, arguments: list[str], 
     launch = launch.format(scripts=ROOT / "scripts")
     assert done.stdout.startswith(launch)
     flags = shlex.split(done.stdout.removeprefix(launch))
-    _, plan = launch_of(planned("llama3.1_405b", "--seed", "3"))
-    expected = plan.replace(model_path=REAL["MODEL_PATH"], prompt_data=REAL["PROMPT_DATA"])
+    expected = recipes["llama3.1_405b"].config.replace(seed=3, model_path=REAL["MODEL_PATH"], prompt_data=REAL["PROMPT_DATA"])
     assert parse_arguments(flags, program="test") == expected
 
 
 @pytest.mark.slow
 def test_a_recipe_trains(tmp_path: Path) -> None:
-    """The recipe of 8 billion parameters with a model, a mesh and batches for this machine: PPO with critic and reference under torchrun."""
+    """The recipe of 8 billion parameters, with a model, a mesh and batches for this machine: PPO with critic and reference."""
     inputs = make_inputs(tmp_path / "inputs")
     sizes = "--tensor-model-parallel-size 1 --rollout-world-size 1 --no-sequence-parallel --rollout-backend hf --params-dtype float32"
     batch = "--prompts-per-iteration 8 --global-batch-size 8 --max-prompt-length 8 --max-response-length 8 --train-iters 1"

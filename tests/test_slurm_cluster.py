@@ -11,6 +11,7 @@ from train_support import ROOT, make_inputs, read_lines, tiny_flags
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(bool(missing_programs()), reason=f"Slurm is not installed: there is no {', '.join(missing_programs())}"),
 ]
 SCRIPT = "scripts/train_slurm.sh"

@@ -1,4 +1,5 @@
-# What all recipes share; each sets `model`, `nodes` and `flags`, then sources this file with the user's arguments.
+# What all recipes share; each sets `model`, `nodes` and `flags`, then sources this file with the user's arguments. `plan_flags`: further flags of
+# `plan`, which a run does not get.
 #
 #   bash scripts/recipes/llama3.1_8b.sh [plan|show|torchrun|srun|slurm] [any flag of train]
 #
@@ -82,7 +83,8 @@ value_of() {
 
 if [ "$command" = plan ]; then
     model_path=${MODEL_PATH:-$root/megatron_ppo/model_shapes/$model}
-    exec "$python" -m megatron_ppo plan --world-size "$world_size" --ranks-per-node "$gpus" --model-path "$model_path" "${resolved[@]}" "$@"
+    exec "$python" -m megatron_ppo plan --world-size "$world_size" --ranks-per-node "$gpus" ${plan_flags[@]+"${plan_flags[@]}"} \
+        --model-path "$model_path" "${resolved[@]}" "$@"
 fi
 for name in MODEL_PATH PROMPT_DATA; do
     flag=--${name,,}
