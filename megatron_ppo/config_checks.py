@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_ppo.config import SECTION_OF, Config
-from megatron_ppo.families import NetworkShape, mixture_faults, network_shape
+from megatron_ppo.families import GenericNetwork, Network, is_built_in, mixture_faults
+from megatron_ppo.generic_network import describe_network
 from megatron_ppo.resharding.fsdp_layout import fsdp_faults
 from megatron_ppo.resharding.megatron_layout import megatron_faults
 from megatron_ppo.resharding.megatron_mesh import data_parallel_size, megatron_parallel
@@ -309,7 +310,7 @@ def _files(config: Config) -> Iterator[str]:
         if folder is None:
             continue
         try:
-            network = network_shape(Path(folder))
+            network = describe_network(Path(folder))
         except ValueError as error:
             yield f"{name} = {folder}: {error}"
             continue
@@ -323,17 +324,23 @@ def _files(config: Config) -> Iterator[str]:
             )
 
 
-def _network(config: Config, folder: str, network: NetworkShape) -> Iterator[str]:
+def _network(config: Config, folder: str, network: Network) -> Iterator[str]:
     """Whether a network can be split as the meshes want it; only the actor has a rollout mesh."""
     p = config.parallel
     found: list[str] = []
-    if p.backend == "megatron":
+    if p.backend == "megatron" and (isinstance(network, GenericNetwork) or not is_built_in(network.family)):
+        reason = network.reason if isinstance(network, GenericNetwork) else f"of family {network.family} only the tensors are known"
+        found.append(f"{reason}; set backend to fsdp, which trains any causal language model that transformers loads")
+    elif p.backend == "megatron":
+        assert not isinstance(network, GenericNetwork)
         with contextlib.suppress(ValueError):  # overrides that cannot be read are a fault of the meshes
             found += megatron_faults(network, megatron_parallel(config))
         found += mixture_faults(network, p.tensor_model_parallel_size, p.sequence_parallel)
-    if folder == "model_path" and config.rollout.rollout_backend == "vllm":
+    if folder == "model_path" and config.rollout.rollout_backend == "vllm" and not isinstance(network, GenericNetwork):
         found += vllm_faults(network, p.rollout_tensor_parallel_size, config.rollout_expert_parallel)
-    if config.max_model_len > network.max_position_embeddings:
+    if folder == "model_path" and config.rollout_expert_parallel and isinstance(network, GenericNetwork):
+        found.append(f"enable_expert_parallel needs a table of the model's experts, and there is none: {network.reason}; leave it out")
+    if network.max_position_embeddings is not None and config.max_model_len > network.max_position_embeddings:
         found.append(
             f"max_prompt_length + max_response_length = {config.max_model_len} exceeds the model's max_position_embeddings = "
             f"{network.max_position_embeddings}"

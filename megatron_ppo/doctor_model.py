@@ -10,9 +10,9 @@ from pathlib import Path
 from megatron_ppo.config import Config
 from megatron_ppo.config_checks import faults
 from megatron_ppo.doctor_page import Finding
-from megatron_ppo.families import canonical_tensors, check_tensors, network_shape
+from megatron_ppo.generic_network import describe_network
 from megatron_ppo.prompts import load_prompts
-from megatron_ppo.resharding.hf_checkpoint import HFCheckpoint
+from megatron_ppo.resharding.hf_checkpoint import HFCheckpoint, check_heads
 from megatron_ppo.resharding.megatron_mesh import smallest_world_size
 from megatron_ppo.tokenizer import check_same_tokenizer, check_vocabulary, load_tokenizer, refuse_remote_code, stop_token_ids
 
@@ -60,14 +60,13 @@ def check_model(config: Config) -> list[Finding]:
 def _weights(config: Config, folder: Path) -> Iterator[Finding]:
     refuse_remote_code(folder, config.model.trust_remote_code)
     checkpoint = HFCheckpoint(folder)
-    network = network_shape(checkpoint.config)
-    check_tensors(canonical_tensors(network), checkpoint.shapes, str(folder), {"lm_head.weight"} if network.tied else set())
+    check_heads(checkpoint, describe_network(checkpoint.config), "lm", head_required=False)
     yield Finding("weights", f"{checkpoint.config.get('model_type')}, {len(checkpoint.shapes)} tensors, all there and of the right shapes")
 
 
 def _tokenizer(config: Config, folder: Path) -> Iterator[Finding]:
     tokenizer = load_tokenizer(config)
-    vocab_size = network_shape(folder).vocab_size
+    vocab_size = describe_network(folder).vocab_size
     prompts = load_prompts(config, tokenizer).prompts if config.data.prompt_data else ()
     check_vocabulary(tokenizer, prompts, vocab_size)
     stops = sorted(stop_token_ids(tokenizer, folder, config))

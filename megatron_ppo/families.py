@@ -1,33 +1,68 @@
 """Which tensors a Hugging Face checkpoint of each model family holds: names, shapes, and what the network looks like.
 
 Everything that moves weights (megatron and vLLM layouts, loading, export, planning) starts from ``NetworkShape`` and the list of
-canonical tensors built here from ``config.json`` alone. A family is one entry of ``FAMILIES``. Quantised checkpoints and variants with
-other tensors are refused by name. No tensor is read here: ``hf_checkpoint.py`` does that.
+canonical tensors built here from ``config.json`` alone. A family is one entry of ``FAMILIES``, or one that a user adds (``register``, or
+an entry point of the group ``megatron_ppo.families``). Quantised checkpoints and variants with other tensors are refused by name. What no
+table knows is a ``GenericNetwork``, which ``generic_network.py`` reads off transformers' own model. No tensor is read here:
+``hf_checkpoint.py`` does that.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, TypedDict
+
+from megatron_ppo.canonical import (
+    EMBEDDING,
+    FINAL_NORM,
+    LM_HEAD,
+    SCORE_HEAD,
+    WRAPPER_SEGMENTS,
+    CanonicalTensor,
+    GenericNetwork,
+    Head,
+    canonical_name,
+    canonical_names,
+    check_tensors,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-Head = Literal["lm", "value", "lm+value", "score"]
-"""What stands on the trunk. lm: a policy. value: a separate critic. lm+value: a policy with a value head. score: a reward model."""
-
-EMBEDDING = "model.embed_tokens.weight"
-LM_HEAD = "lm_head.weight"
-FINAL_NORM = "model.norm.weight"
-SCORE_HEAD = "score.weight"
-"""[1, hidden_size]: transformers' name for the head of a one-label sequence classifier; value heads use it too."""
-
-WRAPPER_SEGMENTS = frozenset({"module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
-"""Name segments that DDP, FSDP1, torch.compile and activation checkpointing put into parameter names."""
-
+__all__ = [
+    "EMBEDDING",
+    "ENTRY_POINTS",
+    "EXPERT_KEYS",
+    "FAMILIES",
+    "FINAL_NORM",
+    "LM_HEAD",
+    "SCORE_HEAD",
+    "WRAPPER_SEGMENTS",
+    "CanonicalTensor",
+    "ExpertSpec",
+    "FamilySpec",
+    "GenericNetwork",
+    "Head",
+    "Network",
+    "NetworkShape",
+    "OutsideTablesError",
+    "as_mapping",
+    "canonical_name",
+    "canonical_names",
+    "canonical_tensors",
+    "check_tensors",
+    "family_spec",
+    "is_built_in",
+    "layer_tensors",
+    "mixture_faults",
+    "network_shape",
+    "read_json",
+    "register",
+]  # fmt: skip
 
 @dataclass(frozen=True)
 class ExpertSpec:
@@ -99,6 +134,39 @@ FAMILIES: dict[str, FamilySpec] = {
     ),
 }
 
+ENTRY_POINTS = "megatron_ppo.families"
+"""Entry points of this group add families to every process that can import their package: the name is the ``model_type``."""
+
+_ADDED: dict[str, FamilySpec] = {}
+
+
+def register(model_type: str, spec: FamilySpec) -> None:
+    """Add a family to this process, whose weights then go to vLLM shard by shard. An entry point does so in all processes of a launch.
+
+    Its tensors must be those of ``canonical_tensors``; what its layers compute may differ, so that megatron-core does not train it.
+    ``ValueError`` for a built-in family.
+    """
+    if model_type in FAMILIES:
+        raise ValueError(f"family {model_type} is built in and cannot be registered")
+    _ADDED[model_type] = spec
+
+
+def family_spec(model_type: str) -> FamilySpec | None:
+    """The table's entry; None for a family that is neither built in nor added. ``ValueError`` for an entry point that gives none."""
+    if model_type not in FAMILIES and model_type not in _ADDED:
+        for point in entry_points(group=ENTRY_POINTS, name=model_type):
+            spec = point.load()
+            if not isinstance(spec, FamilySpec):
+                raise ValueError(f"entry point {model_type} = {point.value} ({ENTRY_POINTS}) is a {type(spec).__name__}, not a FamilySpec")
+            register(model_type, spec)
+    return FAMILIES.get(model_type) or _ADDED.get(model_type)
+
+
+def is_built_in(model_type: str) -> bool:
+    """Whether the computation of its layers is known too, and not only their tensors: megatron-core trains these alone."""
+    return model_type in FAMILIES
+
+
 ATTENTION_TENSORS: tuple[tuple[str, tuple[str, ...], str | None], ...] = (
     ("input_layernorm.weight", ("hidden_size",), None),
     ("self_attn.q_proj.weight", ("query_size", "hidden_size"), None),
@@ -113,14 +181,6 @@ ATTENTION_TENSORS: tuple[tuple[str, tuple[str, ...], str | None], ...] = (
     ("post_attention_layernorm.weight", ("hidden_size",), None),
 )
 """(name within the layer, shape as attributes of ``NetworkShape``, attribute that must be true for the tensor to exist)."""
-
-
-@dataclass(frozen=True)
-class CanonicalTensor:
-    """Hugging Face name and unsharded shape of a weight."""
-
-    name: str
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -163,7 +223,12 @@ class NetworkShape:
     @property
     def experts(self) -> ExpertSpec | None:
         """Names of the mixture of experts; None: dense."""
-        return FAMILIES[self.family].experts
+        return _known_spec(self.family).experts
+
+    @property
+    def classifier(self) -> str:
+        """transformers' class of the trunk under a ``score`` head."""
+        return _known_spec(self.family).classifier
 
     @property
     def kv_size(self) -> int:
@@ -171,14 +236,21 @@ class NetworkShape:
         return self.num_key_value_heads * self.head_dim
 
 
+Network = NetworkShape | GenericNetwork
+
+
+class OutsideTablesError(ValueError):
+    """A model that no table describes; transformers may know it."""
+
+
 def network_shape(source: PretrainedConfig | Mapping[str, object] | Path | str) -> NetworkShape:
     """Read a Hugging Face config: an object of transformers, a parsed config.json, or a folder that holds one.
 
-    ``ValueError`` for an unknown or unsupported architecture, naming it, and for numbers that do not fit together.
+    ``ValueError`` for an unknown or unsupported architecture (``OutsideTablesError``), naming it, and for numbers that do not fit together.
     """
-    config = _as_mapping(source)
+    config = as_mapping(source)
     family = _supported_family(config)
-    spec = FAMILIES[family]
+    spec = _known_spec(family)
     heads = _integer(config, "num_attention_heads")
     theta, scaling = _rope(config, spec)
     kv_heads = config.get("num_key_value_heads")
@@ -225,8 +297,10 @@ def mixture_faults(network: NetworkShape, tensor_model_parallel_size: int, seque
         )
 
 
-def canonical_tensors(network: NetworkShape, head: Head = "lm") -> list[CanonicalTensor]:
+def canonical_tensors(network: Network, head: Head = "lm") -> list[CanonicalTensor]:
     """All tensors of the checkpoint in the order of the forward pass. A tied network has no ``lm_head.weight`` under any head."""
+    if isinstance(network, GenericNetwork):
+        return network.tensors(head)
     tensors = [CanonicalTensor(EMBEDDING, (network.vocab_size, network.hidden_size))]
     of_a_layer = layer_tensors(network)
     for layer in range(network.num_layers):
@@ -263,51 +337,8 @@ def _swiglu(prefix: str, gate: str, up: str, down: str, hidden: int, width: int)
     ]
 
 
-def check_tensors(
-    expected: Iterable[CanonicalTensor], found: Mapping[str, tuple[int, ...]], what: str, ignored: Iterable[str] = ()
-) -> None:
-    """``ValueError`` listing every tensor that is missing, that no expected tensor consumes, or whose shape differs.
-
-    ``found``: canonical name -> shape; ``what`` says in the message where it was found; ``ignored``: names left out knowingly.
-    Rotary ``inv_freq`` buffers of old checkpoints are left out: they follow from the config.
-    """
-    wanted = {tensor.name: tensor.shape for tensor in expected}
-    skipped = set(ignored)
-    have = {name for name in found if not name.endswith("rotary_emb.inv_freq") and name not in skipped}
-    faults = [f"missing: {name} {shape}" for name, shape in wanted.items() if name not in found and name not in skipped]
-    faults += [f"not consumed: {name} {tuple(found[name])}" for name in sorted(have - wanted.keys())]
-    faults += [
-        f"shape of {name}: {tuple(found[name])}, but the config says {shape}"
-        for name, shape in wanted.items()
-        if name in have and tuple(found[name]) != shape
-    ]
-    if faults:
-        listed = "\n  - ".join(faults[:40] + ([f"... and {len(faults) - 40} more"] if len(faults) > 40 else []))
-        raise ValueError(
-            f"{what} does not hold the tensors that its config describes:\n  - {listed}\n"
-            "Check that config.json belongs to these weights; other architectures are not supported."
-        )
-
-
-def canonical_name(name: str) -> str:
-    """The name without the segments that wrappers put into it."""
-    return ".".join(segment for segment in name.split(".") if segment not in WRAPPER_SEGMENTS)
-
-
-def canonical_names(names: Iterable[str]) -> dict[str, str]:
-    """Given name -> canonical name; ``ValueError`` where two given names would become one."""
-    origin: dict[str, str] = {}
-    result: dict[str, str] = {}
-    for name in names:
-        plain = canonical_name(name)
-        if plain in origin:
-            raise ValueError(f"{origin[plain]} and {name} are both {plain} without wrapper prefixes; one would overwrite the other")
-        origin[plain] = name
-        result[name] = plain
-    return result
-
-
-def _as_mapping(source: PretrainedConfig | Mapping[str, object] | Path | str) -> Mapping[str, object]:
+def as_mapping(source: PretrainedConfig | Mapping[str, object] | Path | str) -> Mapping[str, object]:
+    """The config as plain data."""
     if isinstance(source, (str, Path)):
         return read_json(Path(source) / "config.json")
     if isinstance(source, Mapping):
@@ -330,21 +361,27 @@ def read_json(path: Path) -> dict[str, object]:
 
 def _supported_family(config: Mapping[str, object]) -> str:
     family = str(config.get("model_type"))
-    known = ", ".join(sorted(FAMILIES))
-    if family not in FAMILIES:
-        raise ValueError(f"model_type {family!r} is not supported; supported: {known}")
+    spec = family_spec(family)
+    if spec is None:
+        raise OutsideTablesError(f"model_type {family!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
     experts = [key for key in EXPERT_KEYS if config.get(key)]
-    if experts and FAMILIES[family].experts is None:
+    if experts and spec.experts is None:
         raise ValueError(f"model_type {family!r} is a dense family, but its config.json has {experts[0]} = {config[experts[0]]!r}")
     if config.get("quantization_config"):
         raise ValueError(f"this {family} checkpoint is quantised; save it dequantised and without quantization_config first")
     for key in ("attention_bias", "mlp_bias"):
         if config.get(key):
-            raise ValueError(f"{key} = true is not supported for family {family}: its biases are in no layout")
+            raise OutsideTablesError(f"{key} = true is not supported for family {family}: its biases are in no layout")
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
-        raise ValueError(f"hidden_act {activation!r} is not supported for family {family}; only silu (SwiGLU) is")
+        raise OutsideTablesError(f"hidden_act {activation!r} is not supported for family {family}; only silu (SwiGLU) is")
     return family
+
+
+def _known_spec(family: str) -> FamilySpec:
+    spec = family_spec(family)
+    assert spec is not None, f"a network of family {family} exists without a table"
+    return spec
 
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")

@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ppo.config import Config
-from megatron_ppo.families import EMBEDDING, LM_HEAD, NetworkShape, canonical_tensors, network_shape
+from megatron_ppo.families import EMBEDDING, LM_HEAD, Network, canonical_tensors
+from megatron_ppo.generic_network import describe_network
 from megatron_ppo.resharding.megatron_mesh import MegatronParallel, megatron_parallel, rank_coordinates
 from megatron_ppo.resharding.plan import ReshardPlan
 
@@ -68,7 +69,7 @@ class KindRow:
 class RefitTraffic:
     """One sync of one configuration."""
 
-    network: NetworkShape
+    network: Network
     parallel: MegatronParallel
     fsdp_shard_size: int | None
     """Training ranks that share one copy of the model under FSDP; None: the backend is megatron."""
@@ -186,7 +187,7 @@ def refit_traffic(plan: ReshardPlan, config: Config, *, ranks_per_node: int) -> 
 
     ``ValueError`` where a bucket cannot hold one element.
     """
-    network, parallel = network_shape(Path(config.model.model_path)), megatron_parallel(config)
+    network, parallel = describe_network(Path(config.model.model_path)), megatron_parallel(config)
     replica_size = config.parallel.rollout_tensor_parallel_size
     num_training, num_rollout = len(plan.source_shapes), len(plan.destination_shapes)
     first = 0 if config.is_colocated else num_training
@@ -248,7 +249,7 @@ def tensor_kind(name: str) -> str:
     return "attention" if ".self_attn." in name else "mlp"
 
 
-def _training_place(rank: int, world_size: int, network: NetworkShape, parallel: MegatronParallel) -> dict[str, int]:
+def _training_place(rank: int, world_size: int, network: Network, parallel: MegatronParallel) -> dict[str, int]:
     at = rank_coordinates(rank, world_size, parallel)
     context = {"cp": at.cp} if parallel.context_parallel_size > 1 else {}
     experts = {"ep": at.ep, "expert_tp": at.expert_tp} if network.experts else {}
@@ -271,7 +272,7 @@ def _shard_elements(shapes: Mapping[str, tuple[int, ...]], vocab_size: int, tp_r
     return total
 
 
-def _kinds(plan: ReshardPlan, network: NetworkShape) -> dict[str, KindRow]:
+def _kinds(plan: ReshardPlan, network: Network) -> dict[str, KindRow]:
     kind_of = {tensor.name: tensor_kind(tensor.name) for tensor in canonical_tensors(network)}
     model, sent, received = (dict.fromkeys(KINDS, 0) for _ in range(3))
     for tensor in canonical_tensors(network):

@@ -29,8 +29,8 @@ from rich.table import Table
 from megatron_ppo.backends.base import InferenceBackend, TrainingBackend
 from megatron_ppo.config import Config
 from megatron_ppo.config_io import parse_command
-from megatron_ppo.families import canonical_tensors, check_tensors, network_shape
-from megatron_ppo.resharding.hf_checkpoint import HFCheckpoint
+from megatron_ppo.generic_network import describe_network
+from megatron_ppo.resharding.hf_checkpoint import HFCheckpoint, check_heads
 from megatron_ppo.resharding.megatron_mesh import smallest_world_size
 from megatron_ppo.verify_ranks import FOLDER, GATHER, KindReport, Report, policy_only, verify_on_rank
 from megatron_ppo.watchdog import InputError, Watchdog
@@ -72,9 +72,7 @@ def _check_input(config: Config, num_ranks: int) -> None:
     """``ValueError`` for all that can be known before a rank exists: sizes, the folder's files, layouts of both sides."""
     config.validate(num_ranks, needs_data=False)
     checkpoint = HFCheckpoint(Path(config.model.model_path))
-    network = network_shape(checkpoint.config)
-    ignored = {"lm_head.weight"} if network.tied else set()
-    check_tensors(canonical_tensors(network), checkpoint.shapes, str(checkpoint.folder), ignored)
+    check_heads(checkpoint, describe_network(checkpoint.config), "lm", head_required=False)
     refit_plan(config, num_ranks)
 
 

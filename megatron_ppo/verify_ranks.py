@@ -30,7 +30,8 @@ from megatron_ppo.backends.inference_checks import forget_weights
 from megatron_ppo.bridge import Bridge
 from megatron_ppo.config import Config
 from megatron_ppo.data_bus import DataBus
-from megatron_ppo.families import LM_HEAD, canonical_tensors, network_shape
+from megatron_ppo.families import LM_HEAD, canonical_tensors
+from megatron_ppo.generic_network import describe_network
 from megatron_ppo.resharding.boxes import box_text
 from megatron_ppo.resharding.compare import compare_blocks
 from megatron_ppo.resharding.executor import ReshardExecutor, TransferStats, compare_descriptions
@@ -139,7 +140,7 @@ class _Part:
         self._world = world
         self._phase = phase
         self._label = label
-        self._network = network_shape(config.model.model_path)
+        self._network = describe_network(config.model.model_path)
         self._bridges: list[Bridge] = []
         self._held_dtype = torch.float32 if config.parallel.backend == "fsdp" else getattr(torch, config.model.params_dtype)
         self._log_probs: dict[str, float] = {}
@@ -303,6 +304,7 @@ class _Part:
     def _read_folder(self) -> Iterator[tuple[str, Tensor]]:
         """All that the files hold, in the values that the trainer reads: cast to its dtype first."""
         checkpoint = HFCheckpoint(Path(self._config.model.model_path))
+        checkpoint.name_as(self._network)
         wanted = {tensor.name for tensor in canonical_tensors(self._network)} | {LM_HEAD}  # not the rotary buffers of old checkpoints
         for name in checkpoint.shapes.keys() & wanted:
             yield name, checkpoint.read(name).to(self._held_dtype)

@@ -36,15 +36,17 @@ from megatron_ppo.backends.base import (
     planned_networks,
 )
 from megatron_ppo.backends.fsdp_optimizer import FSDPOptimizer, local_shard
-from megatron_ppo.backends.fsdp_setup import Root, build_network, hf_name, make_mesh
+from megatron_ppo.backends.fsdp_setup import Root, build_network, make_mesh, named_parameters
 from megatron_ppo.backends.hf_files import check_same_network, export_network
 from megatron_ppo.backends.loss_metrics import mean_metrics
 from megatron_ppo.config import Config
-from megatron_ppo.families import Head, network_shape
+from megatron_ppo.families import Head
+from megatron_ppo.generic_network import describe_network
 from megatron_ppo.resharding.fsdp_layout import fsdp_layout, fsdp_layouts
 from megatron_ppo.resharding.hf_checkpoint import load_hf_weights
 from megatron_ppo.resharding.layout import RankLayout
 from megatron_ppo.roles.base import ActorRole, new_value_head
+from megatron_ppo.roles.hf_heads import hidden_and_logits
 from megatron_ppo.roles.sampling import draw
 from megatron_ppo.types import Completion, MicroBatch, RoleOutput, Sampling
 
@@ -197,7 +199,7 @@ class FSDPBackend(TrainingBackend):
         """
         is_shared = role == "critic" and self._config.model.critic == "shared"
         network = self._network("actor" if is_shared else role)
-        shape = network_shape(network.folder)
+        shape = describe_network(network.folder)
         layouts = fsdp_layouts(shape, world_size=self.dp_size, shard_size=self.shard_size, head=network.head)
         parameters = {name: shard.to(device.device()) for name, shard in network.shards().items()}
         dtype = getattr(torch, self._config.model.params_dtype)
@@ -220,16 +222,16 @@ class FSDPBackend(TrainingBackend):
 
     def _layout(self, folder: Path, head: Head) -> RankLayout:
         rank = self.dp_rank % self.shard_size
-        return fsdp_layout(network_shape(folder), shard_size=self.shard_size, shard_rank=rank, head=head)
+        return fsdp_layout(describe_network(folder), shard_size=self.shard_size, shard_rank=rank, head=head)
 
     def _build(self, plan: PlannedNetwork) -> Network:
         """Build a network and load its weights; one that starts from another folder's must have their shape."""
         folder, head, peak_lr, weights = plan.folder, plan.head, plan.peak_lr, plan.weights
-        shape = network_shape(folder)
+        shape = describe_network(folder)
         if weights is not None:
-            check_same_network(shape, folder, network_shape(weights), weights)
+            check_same_network(shape, folder, describe_network(weights), weights)
         root = build_network(self._config, self._mesh, folder, head, frozen=peak_lr is None)
-        parameters = {hf_name(name): parameter for name, parameter in root.named_parameters()}
+        parameters = named_parameters(root)
         network = Network(head, folder, root, parameters)
         shards = network.shards()
         for name in load_hf_weights(weights or folder, self._layout(folder, head), shards, head=head):  # a value head that no file holds
@@ -310,6 +312,8 @@ def _next_token_logits(role: Any, *, rows: Sequence[Sequence[int]]) -> dict[str,
     lengths = torch.tensor([len(row) for row in rows], device=device.device())
     longest = max(len(row) for row in rows)
     tokens = torch.tensor([[*row, *([0] * (longest - len(row)))] for row in rows], device=device.device())
-    hidden = role.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-    last = hidden[torch.arange(len(rows), device=hidden.device), lengths - 1]
-    return {"logits": role.model.get_output_embeddings()(last)}
+    numbers = torch.arange(len(rows), device=device.device())
+    _, logits = hidden_and_logits(
+        role.model, pick=lambda hidden: hidden[numbers, lengths - 1, None], input_ids=tokens, use_cache=False
+    )
+    return {"logits": logits[:, 0]}

@@ -16,7 +16,8 @@ parallelism, which ``config_checks.py`` refuses.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from megatron_ppo.config import Config
 from megatron_ppo.families import Head
 from megatron_ppo.resharding.fsdp_layout import fsdp_faults
 from megatron_ppo.roles.actor_critic import ActorCritic, Critic
+from megatron_ppo.roles.hf_heads import hidden_size
 from megatron_ppo.roles.reference import ReferenceRole
 from megatron_ppo.roles.reward import RewardRole
 
@@ -42,12 +44,18 @@ Compute = Callable[[Any], dict[str, Tensor]]
 """(role) -> named results."""
 
 
+_ATTENTION = ("self_attn", "attn", "attention", "self_attention")
+"""Names of a layer's attention in transformers' models."""
+
+
 class Root(nn.Module):
     """Holds a role, so that anything can be computed with it while FSDP has the root's parameters (embedding, norm, heads) gathered."""
 
-    def __init__(self, role: nn.Module) -> None:
+    def __init__(self, role: nn.Module, trunk: str) -> None:
+        """``trunk``: transformers' name of the network without its heads (``base_model_prefix``)."""
         super().__init__()
         self.role = role
+        self.trunk = trunk
 
     def forward(self, compute: Compute) -> dict[str, Tensor]:
         """``compute(role)``. A function and a dict: FSDP would look into a micro-batch, and cast what it finds there."""
@@ -76,20 +84,19 @@ def build_network(config: Config, mesh: DeviceMesh, folder: Path, head: Head, *,
     """The sharded network of ``folder`` with uninitialised weights; a value head is 0. Collective over the training mesh."""
     dtype = getattr(torch, config.model.params_dtype)
     model, role = empty_role(config, folder, head, frozen=frozen)
-    trunk = model.base_model
-    trunk.rotary_emb = type(trunk.rotary_emb)(config=model.config).to(device.device())  # its buffers are computed, not loaded
+    layers = decoder_layers(model.base_model)
     policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": _offload_policy(config)}
-    for layer in trunk.layers:
+    for layer in layers:
         if not frozen:
             _recompute(layer, config.model.recompute_granularity)
         _allocate(layer)
         _shard(layer, options)
-    root = Root(role).eval()  # for good: dropout would change the probabilities that a ratio compares
+    root = Root(role, model.base_model_prefix).eval()  # for good: dropout would change the probabilities that a ratio compares
     _allocate(root)
-    left = [name for name, buffer in root.named_buffers() if buffer.is_meta]
-    if left:
-        raise ValueError(f"{folder}: FSDP cannot build this model, whose buffers {left} are in no checkpoint; use backend megatron")
+    for module in root.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device.device())
     _shard(root, options)
     return root
 
@@ -97,18 +104,61 @@ def build_network(config: Config, mesh: DeviceMesh, folder: Path, head: Head, *,
 def empty_role(config: Config, folder: Path, head: Head, *, frozen: bool) -> tuple[PreTrainedModel, nn.Module]:
     """(Hugging Face model, the role around it), both without memory, in the dtype that shards are kept in."""
     dtype = getattr(torch, config.model.params_dtype) if frozen else torch.float32
-    with torch.device("meta"):
+    with _parameters_on_meta():
         model = _empty_model(folder, dtype, trust_remote_code=config.model.trust_remote_code)
         return model, _make_role(model, head, frozen=frozen)
 
 
-def hf_name(name: str) -> str:
+def decoder_layers(trunk: nn.Module) -> list[nn.Module]:
+    """The layers of any decoder: of its lists of modules, that which holds the most weights.
+
+    ``ValueError`` where there is none, or where layers share weights: each layer is gathered by itself.
+    """
+    lists: list[nn.ModuleList] = [module for module in trunk.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    if not lists:
+        raise ValueError(f"{type(trunk).__name__} has no list of layers, by which FSDP could shard it")
+    layers: list[nn.Module] = list(lists[max(range(len(lists)), key=lambda number: _num_elements(lists[number]))])
+    owners: dict[int, int] = {}
+    for number, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            if owners.setdefault(id(parameter), number) != number:
+                raise ValueError(f"layers of {type(trunk).__name__} share {name}: FSDP gathers layers one by one and cannot train it")
+    return layers
+
+
+def _num_elements(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def named_parameters(root: Root) -> dict[str, nn.Parameter]:
+    """Transformers' name -> parameter."""
+    return {_hf_name(name, root.trunk): parameter for name, parameter in root.named_parameters()}
+
+
+def _hf_name(name: str, trunk: str) -> str:
     """Transformers' name of a parameter of ``Root``: without the roles around it, and of a trunk as of a causal LM's."""
     while name.startswith("role."):
         name = name.removeprefix("role.")
     if name.startswith("trunk."):
-        return "model." + name.removeprefix("trunk.")
+        return f"{trunk}." + name.removeprefix("trunk.")
     return name.removeprefix("model.")  # ActorCritic keeps a causal LM as its ``model``
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules built meanwhile have parameters without memory, and real buffers: those are computed (rotary tables), not loaded."""
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:  # one that is meta may be tied, and stays the same object
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        original(module, name, parameter)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
 def _empty_model(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool) -> PreTrainedModel:
@@ -120,8 +170,7 @@ def _make_role(model: PreTrainedModel, head: Head, *, frozen: bool) -> nn.Module
     if head == "value":
         return Critic(model)
     if head == "score":
-        hidden = model.get_input_embeddings().weight.shape[1]
-        return RewardRole(model, torch.empty(1, hidden))
+        return RewardRole(model, torch.empty(1, hidden_size(model), device="meta"))
     actor = ActorCritic(model, critic="shared" if head == "lm+value" else "none")
     return ReferenceRole(actor) if frozen else actor
 
@@ -151,7 +200,13 @@ def _recompute(layer: nn.Module, granularity: str) -> None:
     """Keep what goes into the layer (``full``) or into its attention (``selective``), and compute it again in the backward pass."""
     if granularity == "none":
         return
-    module: Any = layer if granularity == "full" else layer.self_attn
+    named = dict(layer.named_children())
+    module: Any = layer if granularity == "full" else next((named[name] for name in _ATTENTION if name in named), None)
+    if module is None:
+        raise ValueError(
+            f"recompute_granularity = selective recomputes attention, but a {type(layer).__name__} has none of {', '.join(_ATTENTION)}; "
+            "set it to full or none"
+        )
     forward = module.forward
 
     def checkpointed(*inputs: Any, **options: Any) -> Any:

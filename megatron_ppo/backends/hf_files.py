@@ -5,13 +5,15 @@ Left out: the files themselves (``resharding/hf_checkpoint.py``) and how a netwo
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor, dtype
 
-from megatron_ppo.families import Head, NetworkShape, canonical_tensors, network_shape
+from megatron_ppo.families import Head, Network, NetworkShape, canonical_tensors
+from megatron_ppo.generic_network import describe_network
 from megatron_ppo.resharding.gather import gather_canonical
 from megatron_ppo.resharding.hf_checkpoint import write_hf_checkpoint
 from megatron_ppo.resharding.layout import RankLayout
@@ -31,7 +33,7 @@ def export_network(
     ``source``: the folder whose config and tokenizer it gets. ``layouts``: rank -> how its ``parameters`` lie. ``cast``: dtype of the
     files, where it is not the parameters'. ``ValueError``, on all ranks, where rank 0 cannot write.
     """
-    names = [tensor.name for tensor in canonical_tensors(network_shape(source), head)]
+    names = [tensor.name for tensor in canonical_tensors(describe_network(source), head)]
     stream = gather_canonical(layouts, parameters, to=0, names=names)
     fault: list[str | None] = [None]
     if dist.get_rank() == 0:
@@ -46,13 +48,17 @@ def export_network(
         raise ValueError(f"export to {folder} failed: {fault[0]}")
 
 
-def check_same_network(shape: NetworkShape, folder: Path, other: NetworkShape, weights: Path) -> None:
+def check_same_network(shape: Network, folder: Path, other: Network, weights: Path) -> None:
     """``ValueError`` where weights would be computed with otherwise than they were trained, tensors of equal shapes included."""
-    mine, theirs = vars(shape), vars(other)
-    differing = [name for name in mine if name != "max_position_embeddings" and mine[name] != theirs[name]]
+    mine, theirs = _numbers(shape), _numbers(other)
+    differing = [name for name in mine if name != "max_position_embeddings" and mine[name] != theirs.get(name)]
     if differing:
-        listed = "; ".join(f"{name} is {theirs[name]} there and {mine[name]} here" for name in differing)
+        listed = "; ".join(f"{name} is {theirs.get(name)} there and {mine[name]} here" for name in differing)
         raise ValueError(f"load_hf {weights} is of another model than model_path {folder}: {listed}")
+
+
+def _numbers(network: Network) -> Mapping[str, object]:
+    return vars(network) if isinstance(network, NetworkShape) else {"model_type": network.family, **json.loads(network.settings)}
 
 
 def _received(stream: Iterable[tuple[str, Tensor | None]], cast: dtype | None) -> Iterator[tuple[str, Tensor]]:

@@ -56,11 +56,29 @@ def check_layout(parameters: Mapping[str, Tensor], layout: RankLayout, dtype: to
         )
 
 
-def forget_weights(parameters: Mapping[str, Tensor], layout: RankLayout) -> None:
+def check_dense(parameters: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """``check_layout`` where no layout is known: floating point of the engine's dtype or fp32, dense in memory. ``RuntimeError``."""
+    faults = [
+        f"{name}: {tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}"
+        for name, tensor in parameters.items()
+        if tensor.dtype not in (dtype, torch.float32) or tensor.numel() == 0
+    ]
+    if faults:
+        raise RuntimeError(
+            f"{len(faults)} parameter(s) of the inference engine are quantised, repacked or empty, and cannot take weights again:\n  - "
+            + "\n  - ".join(faults[:20])
+        )
+
+
+def forget_weights(parameters: Mapping[str, Tensor], layout: RankLayout | None) -> None:
     """NaN into every element that weights are planned for, zero into the rest (vocabulary padding).
 
-    So no weight that an update leaves out can pass for a value.
+    So no weight that an update leaves out can pass for a value. Without a layout NaN is everywhere: the engine's own loader fills padding.
     """
+    if layout is None:
+        for tensor in parameters.values():
+            tensor.fill_(float("nan"))
+        return
     for tensor in parameters.values():
         tensor.zero_()
     for block in layout.blocks:

@@ -29,11 +29,13 @@ import yaml
 from torch import Tensor, nn
 
 from megatron_ppo.backends.base import EngineMemory, InferenceBackend
-from megatron_ppo.backends.inference_checks import check_complete, check_layout, check_requests, forget_weights
-from megatron_ppo.backends.vllm_experts import check_experts, expert_options, plain_cpu_experts
+from megatron_ppo.backends.inference_checks import check_complete, check_dense, check_layout, check_requests, forget_weights
+from megatron_ppo.backends.vllm_experts import check_experts, check_reloads, expert_options, plain_cpu_experts
 from megatron_ppo.config import Config
 from megatron_ppo.device import has_cuda, preserved_global_state
-from megatron_ppo.families import network_shape
+from megatron_ppo.families import NetworkShape
+from megatron_ppo.generic_network import describe_network
+from megatron_ppo.resharding.layout import RankLayout
 from megatron_ppo.resharding.vllm_layout import check_vllm, held_experts, vllm_layout
 from megatron_ppo.types import Completion, Sampling
 
@@ -78,16 +80,18 @@ class VLLMBackend(InferenceBackend):
     ``seed`` is the replica's engine seed, the same on its ranks; samples do not depend on it, each request carries its own.
     With ``load_weights=False`` the engine starts without weights: every parameter is NaN until a sync has written it, and ``generate``
     refuses to sample before ``after_weight_update`` has seen that none was left out. ``ValueError``: the folder or the size is not
-    supported. ``RuntimeError``: vLLM's parameters do not lie as ``vllm_layout`` says.
+    supported. ``RuntimeError``: vLLM's parameters do not lie as ``vllm_layout`` says, or could not be loaded
+    a second time where no table knows the model.
     """
 
     def __init__(self, config: Config, *, seed: int, load_weights: bool = False) -> None:
         if not dist.is_initialized():
             raise RuntimeError("vLLM needs the rollout mesh's default process group: initialise it before the engine is built")
         # A path that does not exist would be taken for the name of a model on a hub: the folder is read first.
-        network, tp_size = network_shape(config.model.model_path), config.parallel.rollout_tensor_parallel_size
+        network, tp_size = describe_network(config.model.model_path), config.parallel.rollout_tensor_parallel_size
         expert_parallel = config.rollout_expert_parallel
-        check_vllm(network, tp_size, expert_parallel)
+        if isinstance(network, NetworkShape):
+            check_vllm(network, tp_size, expert_parallel)
         self._max_model_len = config.max_model_len
         self._has_weights = load_weights
         on_cpu = not has_cuda()
@@ -98,7 +102,7 @@ class VLLMBackend(InferenceBackend):
         with _start_up(on_cpu):
             from vllm import LLM
 
-            if on_cpu:
+            if on_cpu and network.head_dim is not None:
                 _check_head_size(network.head_dim)
             fixed = {
                 "model": config.model.model_path,
@@ -120,9 +124,16 @@ class VLLMBackend(InferenceBackend):
             self._llm: LLM | None = LLM(**(defaults | chosen | fixed), use_tqdm_on_load=False)
         self._check_peers(f"engine seed {seed}")
         rank = _tp_group().rank_in_group
-        self._layout = vllm_layout(network, tensor_parallel_size=tp_size, tp_rank=rank, expert_parallel=expert_parallel)
-        check_experts(self._model, held_experts(network, tp_size, rank, expert_parallel), on_cpu=on_cpu)
-        check_layout(self.weights(), self._layout, getattr(torch, config.rollout.rollout_dtype))
+        self._layout: RankLayout | None = None
+        """How weights lie; None: only vLLM's own loader knows (``load_hf_weights``)."""
+        dtype = getattr(torch, config.rollout.rollout_dtype)
+        if isinstance(network, NetworkShape):
+            self._layout = vllm_layout(network, tensor_parallel_size=tp_size, tp_rank=rank, expert_parallel=expert_parallel)
+            check_experts(self._model, held_experts(network, tp_size, rank, expert_parallel), on_cpu=on_cpu)
+            check_layout(self.weights(), self._layout, dtype)
+        else:
+            check_reloads(self._model, on_cpu=on_cpu)
+            check_dense(self.weights(), dtype)
         if not load_weights:
             forget_weights(self.weights(), self._layout)
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_ppo.families import NetworkShape
+from megatron_ppo.families import Network
 
 GPU_BACKEND = "triton"
 """vLLM's ``moe_backend`` whose kernels read the weights in the checkpoint's order."""
@@ -30,7 +30,7 @@ LIVE_BACKENDS = frozenset({"TRITON", "BATCHED_TRITON"})
 Linear = Callable[[Tensor, Tensor], Tensor]
 
 
-def expert_options(network: NetworkShape, *, expert_parallel: bool, on_cpu: bool) -> dict[str, Any]:
+def expert_options(network: Network, *, expert_parallel: bool, on_cpu: bool) -> dict[str, Any]:
     """Arguments of ``LLM`` that fix what a default could change; none for a dense network."""
     if network.experts is None:
         return {}
@@ -115,6 +115,23 @@ def check_experts(model: nn.Module, held: range, *, on_cpu: bool) -> None:
             fault = _kernel_fault(layer.quant_method, on_cpu) or _placement_fault(layer.expert_map, layer.global_num_experts, held)
             if fault:
                 raise RuntimeError(f"weights cannot be written in place into the experts of {name}: {fault}")
+
+
+def check_reloads(model: nn.Module, *, on_cpu: bool) -> None:
+    """``RuntimeError`` where vLLM's own loader, called again, would not be all: parameters repacked, or others derived from them.
+
+    For models that no layout describes. What is derived (the absorbed matrices of latent attention) shows as a tensor that is neither
+    parameter nor buffer of its module; the cache, which is one too, is no weight.
+    """
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    for name, layer in model.named_modules():
+        fault = _kernel_fault(layer.quant_method, on_cpu) if isinstance(layer, RoutedExperts) else None
+        derived = [key for key, value in vars(layer).items() if isinstance(value, Tensor) and key != "kv_cache"]
+        if derived and fault is None:
+            fault = f"vLLM derives {', '.join(derived)} from them when it loads"
+        if fault:
+            raise RuntimeError(f"weights of {name} cannot be loaded again: {fault}; use rollout_backend = hf")
 
 
 def _kernel_fault(method: Any, on_cpu: bool) -> str | None:

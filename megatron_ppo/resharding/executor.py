@@ -155,6 +155,10 @@ class ReshardExecutor:
         self._buffers: list[Tensor] = []
         self._broken = False
 
+    def expected_bytes(self, shard_bytes: int) -> int:
+        """What a rollout rank receives in a sync, by the bytes of its engine's parameters: exactly those."""
+        return shard_bytes
+
     def send(self, parameters: Parameters) -> TransferStats:
         """Broadcast this training rank's share. Parameters may be of any floating dtype and strides.
 

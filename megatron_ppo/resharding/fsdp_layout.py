@@ -14,12 +14,12 @@ Left out: building such a mesh (``backends/fsdp_setup.py``).
 
 from __future__ import annotations
 
-from megatron_ppo.families import Head, NetworkShape
+from megatron_ppo.families import Head, Network
 from megatron_ppo.resharding.layout import Block, Range, RankLayout
 from megatron_ppo.resharding.vllm_layout import hf_layout
 
 
-def fsdp_layouts(network: NetworkShape, *, world_size: int, shard_size: int, head: Head = "lm") -> dict[int, RankLayout]:
+def fsdp_layouts(network: Network, *, world_size: int, shard_size: int, head: Head = "lm") -> dict[int, RankLayout]:
     """Rank -> layout of the whole training mesh; ranks that hold the same share one object. ``ValueError`` for a size that does not fit."""
     faults = fsdp_faults(world_size, shard_size)
     if faults:
@@ -28,7 +28,7 @@ def fsdp_layouts(network: NetworkShape, *, world_size: int, shard_size: int, hea
     return {rank: shards[rank % shard_size] for rank in range(world_size)}
 
 
-def fsdp_layout(network: NetworkShape, *, shard_size: int, shard_rank: int, head: Head = "lm") -> RankLayout:
+def fsdp_layout(network: Network, *, shard_size: int, shard_rank: int, head: Head = "lm") -> RankLayout:
     """All parameters of the rank at place ``shard_rank`` of the mesh's axis ``shard``, under transformers' names."""
     if not 0 <= shard_rank < shard_size:
         raise ValueError(f"no rank {shard_rank} among {shard_size} that shard")

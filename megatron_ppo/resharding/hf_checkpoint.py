@@ -8,6 +8,7 @@ opened: a ``.bin`` can run code when it is loaded.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,17 +20,17 @@ from torch import Tensor
 
 from megatron_ppo.families import (
     EMBEDDING,
-    FAMILIES,
     LM_HEAD,
     SCORE_HEAD,
+    GenericNetwork,
     Head,
-    NetworkShape,
+    Network,
     canonical_names,
     canonical_tensors,
     check_tensors,
-    network_shape,
     read_json,
 )
+from megatron_ppo.generic_network import describe_network
 from megatron_ppo.resharding.layout import Ranges, RankLayout, view
 
 SINGLE_FILE = "model.safetensors"
@@ -85,6 +86,18 @@ class HFCheckpoint:
             raise ValueError(f"box {ranges} does not lie in {name} of shape {shape} ({self.folder})")
         return handle.get_slice(raw)[tuple(slice(start, stop) for start, stop in ranges)]
 
+    def name_as(self, network: Network) -> None:
+        """Take the network's names for the tensors: some models were stored without the first part of their names, or with it."""
+        if not isinstance(network, GenericNetwork):
+            return
+        known = {one.name for one in network.stored} | {alias for alias, _ in network.aliases}
+        prefix = f"{network.trunk}."
+        for name in [name for name in self.shapes if name not in known]:
+            for other in (prefix + name, name.removeprefix(prefix)):
+                if other in known and other not in self.shapes:
+                    self._stored[other], self.shapes[other] = self._stored.pop(name), self.shapes.pop(name)
+                    break
+
 
 def load_hf_weights(
     folder: Path | str,
@@ -93,7 +106,7 @@ def load_hf_weights(
     *,
     head: Head = "lm",
     head_required: bool = False,
-    network: NetworkShape | None = None,
+    network: Network | None = None,
 ) -> tuple[str, ...]:
     """Fill a rank's live parameters from a checkpoint, in place, casting to their dtypes; vocabulary padding becomes 0.
 
@@ -106,7 +119,7 @@ def load_hf_weights(
     that nothing consumes, and every shape that differs.
     """
     checkpoint = HFCheckpoint(folder)
-    own = network_shape(checkpoint.config)
+    own = describe_network(checkpoint.config)
     network = own if network is None else network
     _check_same_numbers(own, network, checkpoint.folder)
     _check_parameters(layout, parameters, head)
@@ -145,7 +158,7 @@ def write_hf_checkpoint(
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes must be at least 1, but is {max_shard_bytes}")
     config = read_json(source / "config.json")
-    network = network_shape(config)
+    network = describe_network(config)
     _checked_sidecars(source)
     if target.is_dir() and [*target.glob("*.safetensors"), *target.glob(INDEX_FILE)]:
         raise ValueError(f"{target} already holds weights, which would be mixed up with the new ones; choose an empty folder")
@@ -191,7 +204,7 @@ class _ShardWriter:
         self._total_bytes += size
         self.dtypes.add(tensor.dtype)
 
-    def finish(self, network: NetworkShape, head: Head) -> None:
+    def finish(self, network: Network, head: Head) -> None:
         """Check that everything came; give the files their names; write the index where there are several."""
         check_tensors(canonical_tensors(network, head), self._shapes, "the export")
         self._flush()
@@ -260,7 +273,7 @@ def _open(file: Path) -> safe_open:
         raise ValueError(f"{file} cannot be read as safetensors ({error}); copy the checkpoint again") from error
 
 
-def _check_same_numbers(own: NetworkShape, network: NetworkShape, folder: Path) -> None:
+def _check_same_numbers(own: Network, network: Network, folder: Path) -> None:
     wanted = {tensor.name: tensor.shape for tensor in canonical_tensors(network)}
     for tensor in canonical_tensors(own):
         if tensor.name == LM_HEAD:  # judged by ``check_heads``: a critic may come from a tied or an untied policy
@@ -287,9 +300,10 @@ def _check_parameters(layout: RankLayout, parameters: Mapping[str, Tensor], head
         raise ValueError(f"the layout was built with another head than {head!r}; pass the same head to both")
 
 
-def check_heads(checkpoint: HFCheckpoint, network: NetworkShape, head: Head, head_required: bool) -> None:
+def check_heads(checkpoint: HFCheckpoint, network: Network, head: Head, head_required: bool) -> None:
     """``ValueError`` unless all canonical tensors are there in their shapes; the rules for heads are those of ``load_hf_weights``."""
-    ignored = set()
+    checkpoint.name_as(network)
+    ignored = _left_out(checkpoint, network)
     if SCORE_HEAD not in checkpoint.shapes and head != "lm":
         if head_required or head == "score":
             raise ValueError(
@@ -298,23 +312,38 @@ def check_heads(checkpoint: HFCheckpoint, network: NetworkShape, head: Head, hea
             )
         ignored.add(SCORE_HEAD)
     if head in ("value", "score"):
+        ignored |= {tensor.name for tensor in canonical_tensors(network)} - {tensor.name for tensor in canonical_tensors(network, head)}
         ignored.add(LM_HEAD)
+    elif isinstance(network, GenericNetwork):
+        for alias, name in network.aliases:
+            if alias in checkpoint.shapes and name in checkpoint.shapes:
+                _check_tied_copy(checkpoint, name, alias)
     elif network.tied and LM_HEAD in checkpoint.shapes:
-        _check_tied_copy(checkpoint)
+        _check_tied_copy(checkpoint, EMBEDDING, LM_HEAD)
         ignored.add(LM_HEAD)
     check_tensors(canonical_tensors(network, head), checkpoint.shapes, str(checkpoint.folder), ignored)
 
 
-def _check_tied_copy(checkpoint: HFCheckpoint) -> None:
+def _left_out(checkpoint: HFCheckpoint, network: Network) -> set[str]:
+    """Names in the files that a model of transformers has no use for: tied tensors stored twice, masks that older versions stored."""
+    if not isinstance(network, GenericNetwork):
+        return set()
+    stored = {one.name for one in network.stored}
+    masks = {name for name in checkpoint.shapes if name not in stored and any(re.search(pattern, name) for pattern in network.ignored)}
+    return masks | {alias for alias, _ in network.aliases}
+
+
+def _check_tied_copy(checkpoint: HFCheckpoint, first: str, second: str) -> None:
     """Some tied checkpoints store the head too: harmless where it equals the embedding, a contradiction where it does not."""
-    rows, columns = checkpoint.shapes[EMBEDDING]
-    same = checkpoint.shapes[LM_HEAD] == (rows, columns)
+    rows = checkpoint.shapes[first][0]
+    same = checkpoint.shapes[second] == checkpoint.shapes[first]
+    rest = tuple((0, size) for size in checkpoint.shapes[first][1:])
     for start in range(0, rows if same else 0, 8192):
-        box = ((start, min(start + 8192, rows)), (0, columns))
-        same = same and torch.equal(checkpoint.read(EMBEDDING, box), checkpoint.read(LM_HEAD, box))
+        box = ((start, min(start + 8192, rows)), *rest)
+        same = same and torch.equal(checkpoint.read(first, box), checkpoint.read(second, box))
     if not same:
         raise ValueError(
-            f"{checkpoint.folder}: config.json ties the head to the embedding, but {LM_HEAD} differs from {EMBEDDING}; "
+            f"{checkpoint.folder}: config.json ties the head to the embedding, but {second} differs from {first}; "
             "set tie_word_embeddings to false, or remove the tensor"
         )
 
@@ -343,8 +372,10 @@ def _exported_config(config: Mapping[str, object], head: Head, dtypes: set[torch
         dtype = str(next(iter(dtypes))).removeprefix("torch.")
         changed |= {key: dtype for key in ("dtype", "torch_dtype") if key in config}
     if head in ("value", "score"):
-        family = str(config["model_type"])
-        changed["architectures"] = [FAMILIES[family].classifier]
+        network = describe_network(config)
+        if network.classifier is None:
+            raise ValueError(f"transformers has no classifier for model_type {network.family!r}, which could hold the {head} head")
+        changed["architectures"] = [network.classifier]
         changed |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "tie_word_embeddings": False}
     return changed
 

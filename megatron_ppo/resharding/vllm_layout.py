@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_ppo.families import EMBEDDING, FINAL_NORM, LM_HEAD, Head, NetworkShape, canonical_tensors
-from megatron_ppo.resharding.layout import Range, RankLayout
+from megatron_ppo.families import EMBEDDING, FINAL_NORM, LM_HEAD, SCORE_HEAD, GenericNetwork, Head, Network, NetworkShape, canonical_tensors
+from megatron_ppo.resharding.layout import Block, Range, RankLayout
 from megatron_ppo.resharding.layout_builder import LayoutBuilder, padded_rows
 
 VOCAB_MULTIPLE = 64
@@ -57,12 +57,14 @@ def held_experts(network: NetworkShape, tensor_parallel_size: int, tp_rank: int,
     return range(first, first + base + (tp_rank < more))
 
 
-def hf_layout(network: NetworkShape, head: Head = "lm") -> RankLayout:
+def hf_layout(network: Network, head: Head = "lm") -> RankLayout:
     """A rank that holds the whole Hugging Face model: every parameter is its canonical tensor, but for experts.
 
     transformers 5 calls a mixture of experts ``mlp`` in every family and stacks its experts: ``gate_up_proj`` [E, 2 * width, H] and
     ``down_proj`` [E, H, width].
     """
+    if isinstance(network, GenericNetwork):
+        return _generic_layout(network, head)
     tensors, experts = canonical_tensors(network, head), network.experts
     builder = LayoutBuilder(network, head)
     for tensor in tensors:
@@ -76,6 +78,21 @@ def hf_layout(network: NetworkShape, head: Head = "lm") -> RankLayout:
             held = range(network.num_experts)
             _stack_experts(builder, network, block, held, whole, f"{mlp}experts.gate_up_proj", f"{mlp}experts.down_proj")
     return builder.build()
+
+
+def _generic_layout(network: GenericNetwork, head: Head) -> RankLayout:
+    """As transformers has it, wherever it names or stacks tensors otherwise than checkpoints do."""
+    wanted = {tensor.name: tensor.shape for tensor in canonical_tensors(network, head)}
+    places = {one.name: (one.parameter, one.start) for one in network.stored}
+    shapes = dict(network.parameters) | {SCORE_HEAD: (1, network.hidden_size)}
+    blocks = []
+    for name, shape in wanted.items():
+        parameter, start = places.get(name, (name, (0,) * len(shape)))
+        lead = len(start) - len(shape)
+        local = tuple((at, at + size) for at, size in zip(start, (*(1,) * lead, *shape), strict=True))
+        blocks.append(Block(name, tuple((0, size) for size in shape), parameter, local))
+    used = dict.fromkeys(block.parameter for block in blocks)
+    return RankLayout(tuple(blocks), {parameter: shapes[parameter] for parameter in used})
 
 
 def check_vllm(network: NetworkShape, tensor_parallel_size: int, expert_parallel: bool = False) -> None:

@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from megatron_ppo.families import LM_HEAD, canonical_tensors, network_shape
+from megatron_ppo.families import LM_HEAD, canonical_tensors
+from megatron_ppo.generic_network import describe_network
 from megatron_ppo.roles import hf_generate
 from megatron_ppo.roles.base import ActorRole, CriticRole
+from megatron_ppo.roles.hf_heads import hidden_and_logits, hidden_size
 from megatron_ppo.roles.logits import log_probs_and_entropy
 from megatron_ppo.types import Completion, MicroBatch, RoleOutput, Sampling
 
@@ -37,7 +39,6 @@ class ActorCritic(nn.Module, ActorRole, CriticRole):
         super().__init__()
         if score_weight is not None and critic == "none":
             raise ValueError('a score head was given, but critic="none" has no use for it: say critic="shared"')
-        _check_plain_head(model)
         self.model = model
         self.score = value_head(model, score_weight) if critic == "shared" else None
 
@@ -57,8 +58,7 @@ class ActorCritic(nn.Module, ActorRole, CriticRole):
 
     def forward(self, batch: MicroBatch, *, temperature: float = 1.0, with_entropy: bool = False) -> RoleOutput:
         """Log-probs [b, T] fp32 of ``batch.labels`` under logits / ``temperature``; entropy if asked; values with a shared critic."""
-        hidden = _hidden_states(self.model, batch.tokens)
-        logits = self.model.get_output_embeddings()(hidden)
+        hidden, logits = hidden_and_logits(self.model, input_ids=batch.tokens, use_cache=False)
         log_probs, entropy = log_probs_and_entropy(
             logits, batch.labels, temperature=temperature, vocab_size=logits.shape[-1], with_entropy=with_entropy
         )
@@ -109,11 +109,11 @@ class Critic(nn.Module, CriticRole):
 
 def value_head(model: PreTrainedModel, score_weight: Tensor | None) -> nn.Linear:
     """Linear(hidden, 1) without bias, in the model's dtype and place; zeros, or the given [1, H]. ``ValueError`` for another shape."""
-    embedding = model.get_input_embeddings().weight
-    head = nn.Linear(embedding.shape[1], 1, bias=False, dtype=embedding.dtype, device=embedding.device)
+    embedding, size = model.get_input_embeddings().weight, hidden_size(model)
+    head = nn.Linear(size, 1, bias=False, dtype=embedding.dtype, device=embedding.device)
     if score_weight is not None and score_weight.shape != head.weight.shape:
         raise ValueError(
-            f"{_SCORE_WEIGHT} has shape {list(score_weight.shape)}, but a value head over {embedding.shape[1]} hidden units has "
+            f"{_SCORE_WEIGHT} has shape {list(score_weight.shape)}, but a value head over {size} hidden units has "
             f"{list(head.weight.shape)}: the checkpoint is of another size, or has more than one label"
         )
     with torch.no_grad():
@@ -150,7 +150,7 @@ def _absent_weights(folder: Path | str) -> str:
     for path in Path(folder).glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             found |= set(file.keys())
-    absent = [tensor.name for tensor in canonical_tensors(network_shape(folder)) if tensor.name not in found]
+    absent = [tensor.name for tensor in canonical_tensors(describe_network(folder)) if tensor.name not in found]
     return f"its files lack {len(absent)} weight(s) of the model, among them {absent[:5]}" if absent else ""
 
 
@@ -175,17 +175,6 @@ def _quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(level)
         if with_bar:
             transformers_logging.enable_progress_bar()
-
-
-def _check_plain_head(model: PreTrainedModel) -> None:
-    """Logits must be the output head's product with the hidden states and no more."""
-    neutral = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
-    for name, value in neutral.items():
-        found = getattr(model.config, name, value)
-        if found not in (None, value):
-            raise ValueError(
-                f"{model.config.model_type} models change their logits after the output head ({name} = {found}): not supported"
-            )
 
 
 def _hidden_states(model: PreTrainedModel, tokens: Tensor) -> Tensor:

@@ -13,8 +13,9 @@ Left out: paging, prefix caching between calls, models that keep something else 
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
+from megatron_ppo.roles.hf_heads import hidden_and_logits
 from megatron_ppo.roles.sampling import draw_rows
 from megatron_ppo.types import Completion, Sampling
 
@@ -60,7 +62,12 @@ def generate(
 
 
 def check_generates(model: PreTrainedModel) -> None:
-    """``ValueError`` for a model whose cache is not keys and values alone."""
+    """``ValueError`` for a model whose cache is not keys and values alone, or that finds a token's place by itself."""
+    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
+        raise ValueError(
+            f"{model.config.model_type} models take no positions of tokens: rollout_backend = hf cannot batch them; "
+            "use rollout_backend = vllm"
+        )
     plain = (DynamicLayer, DynamicSlidingWindowLayer)
     other = sorted({type(layer).__name__ for layer in DynamicCache(config=model.config).layers if type(layer) not in plain})
     if other:
@@ -156,8 +163,7 @@ class _Batch:
         mask = None
         if int(self._lengths.min()) < width:
             mask = (torch.arange(width) >= width - self._lengths[:, None]).to(self._device)
-        hidden = self._forward(ids, self._cache, attention_mask=mask, position_ids=positions)
-        return self._logits(hidden[:, -1])
+        return self._logits(ids, self._cache, lambda hidden: hidden[:, -1:], attention_mask=mask, position_ids=positions)
 
     def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Cache, Tensor]:
         """Cache, right-padded, and logits [n, V] after the last token of each prompt. Causal attention does not see the padding."""
@@ -165,8 +171,7 @@ class _Batch:
         longest = int(lengths.max())
         ids = torch.tensor([[*prompt, *([0] * (longest - len(prompt)))] for prompt in prompts], device=self._device)
         cache = Cache(layer_class_to_replicate=_Layer)
-        hidden = self._forward(ids, cache)
-        return cache, self._logits(hidden[torch.arange(len(prompts)), lengths - 1])
+        return cache, self._logits(ids, cache, lambda hidden: hidden[torch.arange(len(prompts)), lengths - 1, None])
 
     def _join(self, new: Cache, requests: Sequence[_Request], prompt_rows: Tensor) -> None:
         """Rows of a prefilled cache, one a request, below those of the batch."""
@@ -194,11 +199,10 @@ class _Batch:
         for layer in cache.layers:
             layer.pick(rows.to(self._device), columns.to(self._device), width)
 
-    def _forward(self, ids: Tensor, cache: Cache, **options: Any) -> Tensor:
-        return self._model.base_model(input_ids=ids, past_key_values=cache, use_cache=True, **options).last_hidden_state
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return self._model.get_output_embeddings()(hidden)
+    def _logits(self, ids: Tensor, cache: Cache, pick: Callable[[Tensor], Tensor], **options: Any) -> Tensor:
+        """[n, V] of what ``pick`` takes of the hidden states; ``ids`` are added to the cache."""
+        _, logits = hidden_and_logits(self._model, pick=pick, input_ids=ids, past_key_values=cache, use_cache=True, **options)
+        return logits[:, 0]
 
 
 def _passes(prompts: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
