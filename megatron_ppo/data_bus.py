@@ -62,7 +62,7 @@ class DataBus:
         if key in self._local:
             raise ValueError(f"the data bus of rank {self._world.global_rank} already holds {key!r}; delete it first")
         self._local[key] = data
-        if isinstance(data, TrajectoryBatch) and not self._world.is_colocated:  # a colocated owner is also the one who reads it
+        if isinstance(data, TrajectoryBatch) and self._is_shared(data):
             self._serve(key, data.to_bytes())
         return DataHandle(self._world.global_rank, key)
 
@@ -75,14 +75,7 @@ class DataBus:
         """
         if handle.owner == self._world.global_rank:
             return self._local[handle.key]
-        limit = self._timeout_s if timeout_s is None else timeout_s
-        client = self._client(handle.owner, limit)
-        try:
-            client.wait([f"{handle.key}/size"], datetime.timedelta(seconds=limit))
-        except dist.DistStoreError as error:
-            raise TimeoutError(f"rank {handle.owner} did not put {handle.key!r} within {limit:.0f} s") from error
-        num_chunks = int(client.get(f"{handle.key}/size"))
-        return TrajectoryBatch.from_bytes(b"".join(client.get(f"{handle.key}/{i}") for i in range(num_chunks)))
+        return TrajectoryBatch.from_bytes(self._pull(handle, self._timeout_s if timeout_s is None else timeout_s))
 
     def wait(
         self, handles: Sequence[DataHandle], num_returns: int = 1, timeout_s: float | None = None
@@ -103,13 +96,16 @@ class DataBus:
         """Forget data of this rank's own; a ``RuntimeError`` for another rank's."""
         if handle.owner != self._world.global_rank:
             raise RuntimeError(f"only the owner, rank {handle.owner}, may delete {handle.key!r}")
-        del self._local[handle.key]
-        num_chunks = self._num_chunks.pop(handle.key, None)
-        if num_chunks is not None and self._server is not None:
-            for name in ["size", *map(str, range(num_chunks))]:
-                self._server.delete_key(f"{handle.key}/{name}")
+        if self._is_shared(self._local.pop(handle.key)):
+            self._withdraw(handle.key)
+
+    def _is_shared(self, data: object) -> bool:
+        return isinstance(data, TrajectoryBatch) and not self._world.is_colocated  # a colocated owner is also the one who reads it
+
+    # -- the transport: all that another kind of bus replaces ---------------------------------------------------------
 
     def _serve(self, key: str, data: bytes) -> None:
+        """Let other ranks pull ``data``."""
         if self._server is None:
             host = _own_address()
             self._server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
@@ -119,6 +115,28 @@ class DataBus:
             self._server.set(f"{key}/{i}", chunk)  # type: ignore[arg-type]  # bytes are taken, whatever the stub says
         self._num_chunks[key] = len(chunks)
         self._server.set(f"{key}/size", str(len(chunks)))  # last: its presence means that all chunks are there
+
+    def _withdraw(self, key: str) -> None:
+        """The end of ``_serve``."""
+        assert self._server is not None
+        for name in ["size", *map(str, range(self._num_chunks.pop(key)))]:
+            self._server.delete_key(f"{key}/{name}")
+
+    def _pull(self, handle: DataHandle, limit_s: float) -> bytes:
+        """What the owner, another rank, serves; ``TimeoutError``."""
+        client = self._client(handle.owner, limit_s)
+        try:
+            client.wait([f"{handle.key}/size"], datetime.timedelta(seconds=limit_s))
+        except dist.DistStoreError as error:
+            raise TimeoutError(f"rank {handle.owner} did not put {handle.key!r} within {limit_s:.0f} s") from error
+        num_chunks = int(client.get(f"{handle.key}/size"))
+        return b"".join(client.get(f"{handle.key}/{i}") for i in range(num_chunks))
+
+    def _is_served(self, handle: DataHandle) -> bool:
+        """Whether the owner, another rank, serves it now."""
+        if handle.owner not in self._clients and not self._world.store.check([f"data_bus/{handle.owner}"]):
+            return False
+        return self._client(handle.owner, self._timeout_s).check([f"{handle.key}/size"])
 
     def _client(self, owner: int, timeout_s: float) -> dist.TCPStore:
         if owner not in self._clients:
@@ -132,11 +150,7 @@ class DataBus:
         return self._clients[owner]
 
     def _is_ready(self, handle: DataHandle) -> bool:
-        if handle.owner == self._world.global_rank:
-            return handle.key in self._local
-        if handle.owner not in self._clients and not self._world.store.check([f"data_bus/{handle.owner}"]):
-            return False
-        return self._client(handle.owner, self._timeout_s).check([f"{handle.key}/size"])
+        return handle.key in self._local if handle.owner == self._world.global_rank else self._is_served(handle)
 
 
 def _own_address() -> str:

