@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from other_models import make_other
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from toy_models import make_toy
@@ -91,11 +92,20 @@ def test_gradients_reach_trunk_and_heads(policy: Path) -> None:
     assert without == []
 
 
-def test_models_that_bend_their_logits_are_refused(policy: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(policy)
-    model.config.final_logit_softcapping = 30.0
-    with pytest.raises(ValueError, match=r"final_logit_softcapping = 30\.0"):
-        ActorCritic(model)
+def test_what_a_model_does_behind_its_head_is_in_the_log_probs(tmp_path: Path) -> None:
+    """Gemma 2 caps its logits, Granite divides them: training and sampling see the distribution that transformers gives."""
+    for kind in ("gemma2", "granite"):
+        folder = make_other(tmp_path / kind, kind)
+        actor, batch = ActorCritic.from_folder(folder, dtype=FP32), batch_of([1, 5, 9, 3, 17, 4])
+        with torch.no_grad():
+            log_probs = AutoModelForCausalLM.from_pretrained(folder)(batch.tokens).logits.log_softmax(-1)
+        expected = log_probs.gather(-1, batch.labels[..., None])[..., 0]
+        torch.testing.assert_close(needed(output_of(actor, batch).log_probs), expected, atol=1e-5, rtol=0)
+        (response,) = actor.generate([[1, 5, 9]], Sampling(4, greedy=True), [0])
+        with torch.no_grad():
+            whole = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([[1, 5, 9, *response.token_ids]])).logits[0, 2:-1]
+        assert response.token_ids == whole.argmax(-1).tolist()
+        assert response.log_probs == pytest.approx(whole.log_softmax(-1).amax(-1).tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
