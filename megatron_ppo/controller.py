@@ -1,7 +1,8 @@
 """The Controller: in which order things happen. The same program on every rank; it holds neither weights nor big data.
 
     1 sync       training -> rollout   every weight, shard to shard
-    2 rollout    rollout               responses, function rewards, onto the data bus
+    2 rollout    rollout               responses, function rewards, onto the data bus; with compute_on = rollout also all that is
+                                       scored in step 3 but the actor's log-probs
     3 score      training              log-probs of actor and reference, values, reward-model scores
     4 advantage  training              KL-shaped rewards, GAE, whitening
     5 update     training              epochs x mini-batches x micro-batches
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megatron_ppo.agreement import all_agree
 from megatron_ppo.bridge import Bridge
@@ -171,11 +173,7 @@ class TrainingController(Controller):
             batch = engine.fetch(self._collect(iteration))
         watch.lap("rollout")
         with context.watchdog.phase(f"score of iteration {iteration}"):
-            log_probs, ref_log_probs = engine.compute_log_probs(batch), engine.compute_ref_log_probs(batch)
-            values, scores = engine.compute_values(batch), engine.compute_scores(batch)
-            experience, metrics = make_experience(
-                batch, log_probs, values, ref_log_probs, scores, context.config.algorithm, self._kl.kl_coef
-            )
+            experience, metrics = make_experience(batch, *self._score(batch), context.config.algorithm, self._kl.kl_coef)
             handle = context.bus.put(experience)
         watch.lap("score")
         with context.watchdog.phase(f"update of iteration {iteration}"):
@@ -186,6 +184,16 @@ class TrainingController(Controller):
         watch.lap("update")
         with context.watchdog.phase(f"log of iteration {iteration}"):
             self._log(iteration, batch, metrics, watch)
+
+    def _score(self, batch: TrajectoryBatch) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Old log-probs, values, reference log-probs ([B, T]) and reward-model scores ([B]); None where the run has none.
+
+        Old log-probs are the trainer's own always, so that the first update's ratio is exactly 1.
+        """
+        engine, log_probs = self._engine, self._engine.compute_log_probs(batch)
+        if self.context.config.rollout.compute_on == "rollout":
+            return log_probs, batch.values, batch.ref_log_probs, batch.model_scores
+        return log_probs, engine.compute_values(batch), engine.compute_ref_log_probs(batch), engine.compute_scores(batch)
 
     def _sync(self) -> None:
         self.context.synchronizer.sync(self._engine, self._rollout)

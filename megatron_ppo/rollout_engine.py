@@ -1,15 +1,16 @@
 """RolloutWorker: samples with one replica's inference engine and rewards what it sampled.
 
 Steps 1 and 2 of the iteration, on the rollout mesh. All ranks of a replica call the same methods with the same arguments; its head
-computes the rewards and puts the trajectories on the data bus. Log-probs that are trained on are not computed here: the trainer does that
-with its own weights. ``RemoteRollout`` is how a training rank names the workers.
+computes the rewards and puts the trajectories on the data bus; with ``compute_on = rollout`` also values, reference log-probs and the
+reward model's scores of its own rows. Log-probs that are trained on are never computed here: the trainer does that with its own weights.
+``RemoteRollout`` is how a training rank names the workers.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,8 @@ from megatron_ppo.config import Config
 from megatron_ppo.data_bus import DataBus, DataHandle
 from megatron_ppo.device import device
 from megatron_ppo.prompts import expand, request_seed, shard
-from megatron_ppo.resharding.executor import ReshardExecutor, TransferStats
+from megatron_ppo.resharding.executor import TransferStats
+from megatron_ppo.resharding.hf_weight_loader import WeightTransfer
 from megatron_ppo.reward_pool import RewardPool
 from megatron_ppo.rewards import RewardInput
 from megatron_ppo.tokenizer import Tokenizer
@@ -45,7 +47,7 @@ class RolloutWorker:
         world: World,
         bus: DataBus,
         backend: InferenceBackend,
-        executor: ReshardExecutor,
+        executor: WeightTransfer,
         tokenizer: Tokenizer,
         stop_token_ids: frozenset[int],
         rewards: RewardPool | None,
@@ -77,7 +79,7 @@ class RolloutWorker:
         Where this rank trains too, the handle is of its own weights, which it sends in the same exchange.
 
         Raises:
-            RuntimeError: the bytes that arrived are not the bytes of this rank's shard. The engine is unusable from the start of a sync
+            RuntimeError: the bytes that arrived are not those that this rank should get. The engine is unusable from the start of a sync
                 until one has ended well.
         """
         self.version = None
@@ -127,11 +129,14 @@ class RolloutWorker:
             return handle
         sampled = time.monotonic()
         scores, metrics = self._reward([prompt for prompt, _ in requests], completions)
-        metrics |= self._refit
-        metrics["time/rollout_s"] = [time.monotonic() - started]
         metrics["time/reward_s"] = [time.monotonic() - sampled]
-        batch = make_trajectories(requests, completions, scores, version=self._version(), metrics=metrics)
-        self._previous.append(self._bus.put(batch, handle.key))
+        batch = make_trajectories(requests, completions, scores, version=self._version(), metrics={})
+        if self._config.rollout.compute_on == "rollout":  # a replica is one rank then
+            rewarded = time.monotonic()
+            batch = self._backend.evaluate(batch)
+            metrics["time/evaluate_s"] = [time.monotonic() - rewarded]
+        metrics["time/rollout_s"] = [time.monotonic() - started]
+        self._previous.append(self._bus.put(replace(batch, metrics=metrics | self._refit), handle.key))
         return handle
 
     def collect_greedy(self, iteration: int, prompts: Sequence[Prompt]) -> None:
@@ -154,8 +159,9 @@ class RolloutWorker:
         """Two independent readings over the whole rollout mesh, reported once, by its first rank: bytes counted as they arrived, and
         bytes of the engine's live parameters without vocabulary padding."""
         shard = self._backend.shard_bytes()
-        if received != shard:
-            raise RuntimeError(f"rollout rank {self._world.rank} received {received} bytes of weights, but its shard has {shard}")
+        expected = self._executor.expected_bytes(shard)
+        if received != expected:
+            raise RuntimeError(f"rollout rank {self._world.rank} received {received} bytes of weights, but should get {expected}")
         totals = torch.tensor([received, shard], dtype=torch.int64, device=device())
         dist.all_reduce(totals)
         if self._world.rank != 0:

@@ -84,6 +84,13 @@ class TrajectoryBatch:
     """The weights that sampled: number of finished updates."""
     metrics: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Statistics that the rollout adds (times, reward timeouts): name -> observations."""
+    values: Tensor | None = None
+    """[B, T] float32 values of the states before each token, 0 outside the response. This and the next two are None but where the rollout
+    ranks compute them (``compute_on = rollout``) and the run has such a network."""
+    ref_log_probs: Tensor | None = None
+    """[B, T] float32 log-probs by the frozen reference at the sampling temperature, 0 outside the response; or None."""
+    model_scores: Tensor | None = None
+    """[B] float32 scores of the whole responses by the reward model; or None."""
 
     @property
     def num_rows(self) -> int:
@@ -119,10 +126,12 @@ class TrajectoryBatch:
 
     @staticmethod
     def concatenate(batches: Sequence[TrajectoryBatch]) -> TrajectoryBatch:
-        """Join along the rows, padding to the longest T. All must be of one version (``ValueError``)."""
+        """Join along the rows, padding with 0 to the longest T. All must be of one version and have the same tensors (``ValueError``)."""
         versions = {batch.version for batch in batches}
         if len(versions) != 1:
             raise ValueError(f"a batch must come from one set of weights, but these are of versions {sorted(versions)}")
+        if len({tuple(_tensor_names(batch)) for batch in batches}) != 1:
+            raise ValueError(f"some parts of a batch have tensors that others lack: {[_tensor_names(batch) for batch in batches]}")
         length = max(batch.tokens.shape[1] for batch in batches)
         joined = {
             name: torch.cat([_pad_to(getattr(batch, name), length) for batch in batches]) for name in _tensor_names(batches[0])

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_ppo.backends.staged_save import PendingSave
 from megatron_ppo.config import Config
 from megatron_ppo.families import Head
-from megatron_ppo.types import Completion, MicroBatch, RoleOutput, Sampling
+from megatron_ppo.types import Completion, MicroBatch, RoleOutput, Sampling, TrajectoryBatch
 
 __all__ = [
     "EngineMemory",
@@ -31,11 +31,13 @@ __all__ = [
     "StepResult",
     "TrainingBackend",
     "planned_networks",
+    "rollout_head",
 ]
 
 RoleName = Literal["actor", "critic", "reference", "reward"]
 EngineMemory = Literal["weights", "cache"]
 """What a sleeping inference engine gets back: room for its parameters, and for its key/value cache."""
+
 
 @dataclass(frozen=True)
 class PlannedNetwork:
@@ -51,18 +53,25 @@ class PlannedNetwork:
 
 
 def planned_networks(config: Config) -> dict[RoleName, PlannedNetwork]:
-    """Role -> network of a training mesh: the actor, and critic, reference and reward model where ``config`` asks for them."""
+    """Role -> network of a training mesh: the actor, and critic, reference and reward model where ``config`` asks for them there."""
     model, optimizer, actor = config.model, config.optimizer, Path(config.model.model_path)
     start = None if config.checkpoint.load_hf is None else Path(config.checkpoint.load_hf)
     head: Head = "lm+value" if model.critic == "shared" else "lm"
     planned: dict[RoleName, PlannedNetwork] = {"actor": PlannedNetwork(actor, head, optimizer.lr, start)}
     if model.critic == "separate":
         planned["critic"] = PlannedNetwork(Path(model.critic_path or actor), "value", optimizer.critic_lr)
+    if config.rollout.compute_on == "rollout":  # the rollout ranks have copies of the frozen networks
+        return planned
     if config.uses_reference:
         planned["reference"] = PlannedNetwork(actor, "lm")
     if model.reward_model_path is not None:
         planned["reward"] = PlannedNetwork(Path(model.reward_model_path), "score")
     return planned
+
+
+def rollout_head(config: Config) -> Head:
+    """What stands on the actor's trunk in a rollout engine: a value head travels with it only where the rollout ranks compute values."""
+    return "lm+value" if config.model.critic == "shared" and config.rollout.compute_on == "rollout" else "lm"
 
 
 LossMetrics = Mapping[str, Tensor]
@@ -175,27 +184,56 @@ class TrainingBackend(ABC):
 
 
 class InferenceBackend(ABC):
-    """One replica's engine. All ranks of the replica call the same methods with the same arguments (SPMD)."""
+    """One replica's engine. All ranks of the replica call the same methods with the same arguments (SPMD); docs/inference_backends.md says
+    in which order, and what a new backend is held to.
+
+    A replica is ``rollout_tensor_parallel_size`` neighbouring ranks of the rollout mesh, whose default process group exists before the
+    engine is built. ``weights``, ``shard_bytes``, ``sleep`` and ``wake_up`` are not collective.
+    """
 
     @abstractmethod
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
-        """One response to each prompt, in order; ``seeds[i]`` seeds the i-th. The same list on every rank of the replica."""
+        """One response to each prompt, in order; ``seeds[i]`` seeds the i-th. The same list on every rank of the replica.
+
+        A response depends on its prompt, its seed and the weights, not on the other requests, their order or earlier calls. Log-probs are
+        of the distribution that was drawn from: logits / temperature, cut by top_k, then top_p, and renormalised; greedy: of the logits
+        themselves. Only an id of ``sampling.stop_token_ids`` ends a response before ``max_response_length``; it belongs to it. The global
+        random state stays as it was. ``ValueError`` for requests that cannot be answered in full (``check_requests``), ``RuntimeError``
+        before a whole set of weights came.
+        """
+
+    def evaluate(self, batch: TrajectoryBatch) -> TrajectoryBatch:
+        """``batch`` with ``values``, ``ref_log_probs`` and ``model_scores``, each where the run has such a network.
+
+        ``batch`` holds this replica's own rows, sampled with the weights that are loaded. Called after ``generate`` where
+        ``compute_on = rollout``, which ``config_checks.py`` allows for backends that have this; the others keep this refusal.
+        """
+        raise RuntimeError(f"{type(self).__name__} samples alone: values, reference log-probs and scores are computed by the trainer")
 
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:
-        """This rank's live parameters: the engine's local name -> tensor. Writing into them in place changes what is sampled."""
+        """This rank's live parameters: the engine's local name -> tensor. Writing into them in place changes what is sampled.
+
+        Names, shapes and dtype (``rollout_dtype``) are those of the backend's layout function, dense in memory; always the same tensors.
+        """
 
     @abstractmethod
     def shard_bytes(self) -> int:
-        """Bytes of this rank's live parameters, rows that only pad the vocabulary left out: read from the engine, not from a layout."""
+        """Bytes of this rank's live parameters, rows that only pad the vocabulary left out: read from the engine, not from a layout.
+
+        A sync must have received exactly as many.
+        """
 
     @abstractmethod
     def load_hf_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """The slow reference path: the engine's own loader, given full Hugging Face tensors by name."""
+        """The slow reference path: the engine's own loader, given full Hugging Face tensors by name. ``RuntimeError`` where one lacks."""
 
     @abstractmethod
     def after_weight_update(self) -> None:
-        """Forget everything derived from the old weights (prefix cache). Called once after the last tensor of a sync."""
+        """Forget everything derived from the old weights (prefix cache). Called once after the last tensor of a sync.
+
+        The first call proves that no parameter was left out: ``RuntimeError`` with names.
+        """
 
     @abstractmethod
     def sleep(self) -> None:
@@ -207,4 +245,4 @@ class InferenceBackend(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free the engine."""
+        """Free the engine, its processes and its groups; the mesh's default process group stays. A second call changes nothing."""

@@ -9,20 +9,23 @@ parallelism, and all of ``vllm_overrides`` but ``max_num_seqs``, the most reques
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megatron_ppo import device
-from megatron_ppo.backends.base import EngineMemory, InferenceBackend
+from megatron_ppo.backends.base import EngineMemory, InferenceBackend, rollout_head
+from megatron_ppo.backends.hf_evaluation import HFEvaluation
 from megatron_ppo.backends.inference_checks import check_complete, check_layout, check_requests, forget_weights
 from megatron_ppo.config import Config
-from megatron_ppo.families import network_shape
+from megatron_ppo.families import SCORE_HEAD
+from megatron_ppo.generic_network import describe_network
 from megatron_ppo.resharding.layout import box_shape, view
 from megatron_ppo.resharding.vllm_layout import hf_layout
 from megatron_ppo.roles.actor_critic import ActorCritic
 from megatron_ppo.roles.hf_generate import MAX_NUM_SEQS, check_generates
-from megatron_ppo.types import Completion, Sampling
+from megatron_ppo.types import Completion, Sampling, TrajectoryBatch
 
 
 class HFBackend(InferenceBackend):
@@ -49,10 +52,15 @@ class HFBackend(InferenceBackend):
         self._has_weights = load_weights
         dtype = getattr(torch, config.rollout.rollout_dtype)
         trusted = config.model.trust_remote_code
-        self._actor: ActorCritic | None = ActorCritic.from_folder(config.model.model_path, dtype=dtype, trust_remote_code=trusted)
-        self._actor.to(device.device()).requires_grad_(False)
+        head = rollout_head(config)
+        critic: Literal["shared", "none"] = "shared" if head == "lm+value" else "none"
+        self._actor: ActorCritic | None = ActorCritic.from_folder(
+            config.model.model_path, dtype=dtype, critic=critic, trust_remote_code=trusted
+        )
+        self._actor.to(device.device()).requires_grad_(False).eval()
+        self._evaluation = HFEvaluation(config) if config.rollout.compute_on == "rollout" else None
         check_generates(self._actor.model)
-        self._layout = hf_layout(network_shape(config.model.model_path))
+        self._layout = hf_layout(describe_network(config.model.model_path), head)
         check_layout(self.weights(), self._layout, dtype)
         if not load_weights:
             forget_weights(self.weights(), self._layout)
@@ -64,9 +72,20 @@ class HFBackend(InferenceBackend):
         check_requests(prompts, sampling, seeds, self._max_model_len)
         return self._live_actor.generate(prompts, sampling, seeds, max_num_seqs=self._max_num_seqs)
 
+    def evaluate(self, batch: TrajectoryBatch) -> TrajectoryBatch:
+        """As the interface says. ``RuntimeError`` where the configuration leaves it to the training mesh."""
+        if self._evaluation is None:
+            return super().evaluate(batch)
+        return self._evaluation.evaluate(self._live_actor, batch)
+
     def weights(self) -> dict[str, Tensor]:
-        """Live parameters by transformers' name, experts stacked; a tied head appears once, as the embedding."""
-        return {name: parameter.data for name, parameter in self._live_actor.model.named_parameters()}
+        """Live parameters by transformers' name, experts stacked; a tied head appears once, as the embedding; a value head is ``score``.
+
+        The frozen networks of ``compute_on = rollout`` are not among them: nothing is ever sent to them.
+        """
+        actor = self._live_actor
+        named = {name: parameter.data for name, parameter in actor.model.named_parameters()}
+        return named if actor.score is None else named | {SCORE_HEAD: actor.score.weight.data}
 
     def shard_bytes(self) -> int:
         """Bytes of the whole model; there is no padding here."""
@@ -107,8 +126,8 @@ class HFBackend(InferenceBackend):
         """Nothing was given up."""
 
     def close(self) -> None:
-        """Free the model."""
-        self._actor = None
+        """Free the models."""
+        self._actor = self._evaluation = None
 
     @property
     def _live_actor(self) -> ActorCritic:

@@ -68,14 +68,11 @@ def _draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor,
 
 def _cut_nucleus(logits: Tensor, top_p: float) -> Tensor:
     """Tokens are kept, from the most likely on, while those before them hold less than ``top_p``; the first always is."""
-    probabilities, vocab_size = logits.softmax(-1), logits.shape[-1]
-    size = min(_CANDIDATES, vocab_size)
-    ranked = probabilities.topk(size)
-    while size < vocab_size and bool((ranked.values.sum(-1) < top_p).any()):
-        size = min(8 * size, vocab_size)
-        ranked = probabilities.topk(size)
-    before = ranked.values.cumsum(-1) - ranked.values
-    kept = before < top_p
+    probabilities = logits.softmax(-1)
+    ranked, order = probabilities.topk(min(_CANDIDATES, logits.shape[-1]))
+    if bool((ranked.sum(-1) < top_p).any()):
+        ranked, order = probabilities.sort(descending=True)
+    kept = ranked.cumsum(-1) - ranked < top_p
     kept[..., 0] = True
-    inside = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, ranked.indices, kept)
+    inside = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, kept)
     return logits.masked_fill(~inside, -torch.inf)
