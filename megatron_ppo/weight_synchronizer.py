@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_ppo.backends.base import rollout_head
 from megatron_ppo.config import Config
 from megatron_ppo.data_bus import DataBus, DataHandle
 from megatron_ppo.device import has_transformer_engine
@@ -162,7 +163,7 @@ def rollout_layouts(config: Config) -> list[RankLayout]:
     """How the actor lies on each rank of one rollout replica."""
     network, p = network_shape(Path(config.model.model_path)), config.parallel
     if config.rollout.rollout_backend == "hf":
-        return [hf_layout(network)]
+        return [hf_layout(network, rollout_head(config))]
     tp, whole_experts = p.rollout_tensor_parallel_size, config.rollout_expert_parallel
     return [vllm_layout(network, tensor_parallel_size=tp, tp_rank=rank, expert_parallel=whole_experts) for rank in range(tp)]
 
