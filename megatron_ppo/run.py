@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -25,11 +25,12 @@ from megatron_ppo.config import Config, DataConfig
 from megatron_ppo.config_io import parse_arguments
 from megatron_ppo.controller import ColocatedController, RolloutController, RunContext, Stopped, TrainingController
 from megatron_ppo.data_bus import DataBus
-from megatron_ppo.families import network_shape
+from megatron_ppo.generic_network import describe_network
 from megatron_ppo.learning_curve import draw_png, read_metrics
 from megatron_ppo.metrics import MetricsWriter
 from megatron_ppo.prompts import PromptSampler, PromptSet, load_prompts
-from megatron_ppo.resharding.executor import Parameters, ReshardExecutor, compare_descriptions
+from megatron_ppo.resharding.executor import Parameters, compare_descriptions
+from megatron_ppo.resharding.hf_weight_loader import WeightTransfer
 from megatron_ppo.resume import ResumePoint, find_resume_point
 from megatron_ppo.reward_pool import RewardPool
 from megatron_ppo.rollout_engine import RolloutWorker
@@ -37,8 +38,14 @@ from megatron_ppo.run_folder import PREEMPTED, LaunchRecord, RunFolder
 from megatron_ppo.tokenizer import Tokenizer, check_same_tokenizer, check_vocabulary, load_tokenizer, refuse_remote_code, stop_token_ids
 from megatron_ppo.training_engine import TrainingEngine
 from megatron_ppo.watchdog import InputError, Watchdog
-from megatron_ppo.weight_synchronizer import WeightSynchronizer, refit_plan, transfer_dtype
+from megatron_ppo.weight_synchronizer import WeightSynchronizer, make_transfer
 from megatron_ppo.world import World, close_world, init_world
+
+
+class BusFactory(Protocol):
+    """``DataBus``, or what makes another kind of it."""
+
+    def __call__(self, world: World, *, timeout_s: float) -> DataBus: ...
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -47,8 +54,11 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def train(config: Config) -> None:
-    """One whole run on this rank of the launch. Where any rank fails, all processes end with a non-zero code."""
+def train(config: Config, make_bus: BusFactory = DataBus) -> None:
+    """One whole run on this rank of the launch. Where any rank fails, all processes end with a non-zero code.
+
+    ``make_bus(world, timeout_s=...)``: this rank's end of the data bus, where the launcher brings one of its own.
+    """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
     try:
         world = init_world(config)
@@ -61,7 +71,7 @@ def train(config: Config) -> None:
             folder = _take_folder(config) if world.global_rank == 0 else None
         with watchdog.phase("start-up: checkpoint"):
             resume = find_resume_point(config, world, data.prompts.fingerprint)
-        run = Run(config, world, watchdog, data, folder, resume)
+        run = Run(config, world, watchdog, data, folder, resume, make_bus)
         if world.is_colocated:
             run.colocated()
         elif world.is_training:
@@ -87,7 +97,14 @@ class Run:
     """One rank's parts, and the order in which they are built and closed."""
 
     def __init__(
-        self, config: Config, world: World, watchdog: Watchdog, data: Data, folder: RunFolder | None, resume: ResumePoint
+        self,
+        config: Config,
+        world: World,
+        watchdog: Watchdog,
+        data: Data,
+        folder: RunFolder | None,
+        resume: ResumePoint,
+        make_bus: BusFactory,
     ) -> None:
         """``folder`` is global rank 0's; None on all other ranks."""
         self._resume = resume
@@ -97,7 +114,7 @@ class Run:
         self._data = data
         self._folder = folder
         self._timeout_s = 60.0 * config.parallel.distributed_timeout_minutes
-        self._bus = DataBus(world, timeout_s=self._timeout_s)
+        self._bus = make_bus(world, timeout_s=self._timeout_s)
         self._bridges: list[Bridge] = []
 
     def train(self) -> None:
@@ -115,7 +132,7 @@ class Run:
         rewards = self._rewards()
         with self._watchdog.phase("start-up: inference engine"):
             backend = self._inference_backend()
-        context, executor = self._connect(destinations=backend.weights())
+        context, executor = self._connect(engine=backend)
         worker = self._worker(backend, executor, rewards)
         self._loop(RolloutController(context, worker))
         with self._watchdog.phase("closing"):
@@ -131,7 +148,7 @@ class Run:
             backend = self._inference_backend()
             backend.sleep()
         engine, weights = self._training_engine()
-        context, executor = self._connect(sources=weights, destinations=backend.weights())
+        context, executor = self._connect(sources=weights, engine=backend)
         worker = self._worker(backend, executor, rewards)
 
         def controller(writer: MetricsWriter | None, checkpointer: Checkpointer) -> TrainingController:
@@ -178,7 +195,7 @@ class Run:
         with self._watchdog.phase("start-up: reward"):
             return _make_rewards(self._config.data) if self._config.data.reward is not None and self._world.is_head else None
 
-    def _worker(self, backend: InferenceBackend, executor: ReshardExecutor, rewards: RewardPool | None) -> RolloutWorker:
+    def _worker(self, backend: InferenceBackend, executor: WeightTransfer, rewards: RewardPool | None) -> RolloutWorker:
         text = (self._data.tokenizer, self._data.stop_token_ids)
         return RolloutWorker(self._config, self._world, self._bus, backend, executor, *text, rewards)
 
@@ -203,21 +220,14 @@ class Run:
 
         return VLLMBackend(self._config, seed=seed)
 
-    def _connect(self, *, sources: Parameters | None = None, destinations: Parameters | None = None) -> tuple[RunContext, ReshardExecutor]:
+    def _connect(self, *, sources: Parameters | None = None, engine: InferenceBackend | None = None) -> tuple[RunContext, WeightTransfer]:
         """The groups between the meshes, once this rank's weights exist."""
         config, world = self._config, self._world
         with self._watchdog.phase("start-up: bridge"):
             heads = (world.training_ranks[0], world.rollout_ranks[0])
             control = self._bridge("control", heads, "gloo") if world.rank == 0 and not world.is_colocated else None
-            dtype = transfer_dtype(config)
-            executor = ReshardExecutor(
-                refit_plan(config, world.world_size),
-                world.global_rank,
-                self._weight_group,
-                bucket_bytes=config.parallel.bucket_bytes,
-                transfer_dtype=dtype,
-            )
-            self._compare(executor.describe(sources=sources, destinations=destinations))
+            executor = make_transfer(config, world, self._weight_group, None if engine is None else engine.load_hf_weights)
+            self._compare(executor.describe(sources=sources, destinations=None if engine is None else engine.weights()))
             synchronizer = WeightSynchronizer(world, self._bus, executor, verify_always=config.logging.verify_weights)
         context = RunContext(
             config,
@@ -301,7 +311,7 @@ def _load_data(config: Config, *, quiet: bool) -> Data:
         tokenizer = load_tokenizer(config)
         prompts = load_prompts(config, tokenizer)
         stops = stop_token_ids(tokenizer, folder, config)
-        check_vocabulary(tokenizer, prompts.prompts, network_shape(folder).vocab_size)
+        check_vocabulary(tokenizer, prompts.prompts, describe_network(folder).vocab_size)
         for other in (config.model.critic_path, config.model.reward_model_path):
             if other is not None:
                 check_same_tokenizer(tokenizer, Path(other), prompts.prompts, config)
