@@ -120,14 +120,14 @@ def check_experts(model: nn.Module, held: range, *, on_cpu: bool) -> None:
 def check_reloads(model: nn.Module, *, on_cpu: bool) -> None:
     """``RuntimeError`` where vLLM's own loader, called again, would not be all: parameters repacked, or others derived from them.
 
-    For models that no layout describes. What is derived (the absorbed matrices of latent attention) shows as a tensor that is neither
-    parameter nor buffer of its module; the cache, which is one too, is no weight.
+    For models that no layout describes. What is derived (the absorbed matrices of latent attention) shows as a tensor of several dims that
+    is neither parameter nor buffer of its module; the cache, which is one too, is no weight.
     """
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     for name, layer in model.named_modules():
         fault = _kernel_fault(layer.quant_method, on_cpu) if isinstance(layer, RoutedExperts) else None
-        derived = [key for key, value in vars(layer).items() if isinstance(value, Tensor) and key != "kv_cache"]
+        derived = [key for key, value in vars(layer).items() if isinstance(value, Tensor) and value.dim() > 1 and key != "kv_cache"]
         if derived and fault is None:
             fault = f"vLLM derives {', '.join(derived)} from them when it loads"
         if fault:
