@@ -22,7 +22,7 @@ from toy_models import make_toy
 from toy_tokenizers import EOS, HE, LLO, make_bpe_tokenizer
 from transformers import AutoModelForCausalLM
 
-from megatron_ppo.backends.base import InferenceBackend
+from megatron_ppo.backends.base import EngineMemory, InferenceBackend
 from megatron_ppo.backends.hf import HFBackend
 from megatron_ppo.config import Config
 from megatron_ppo.data_bus import DataBus, DataHandle
@@ -74,6 +74,12 @@ class Told(InferenceBackend):
     def after_weight_update(self) -> None:
         self.log.append("after update")
 
+    def sleep(self) -> None:
+        self.log.append("asleep")
+
+    def wake_up(self, what: EngineMemory) -> None:
+        self.log.append(f"awake: {what}")
+
     def close(self) -> None:
         self.log.append("closed")
 
@@ -94,6 +100,9 @@ class Delivery:
             tensor.copy_(self.state[name])
             received += tensor.nbytes
         return TransferStats(0, received + self.miscount, 1, 0.0)
+
+    def expected_bytes(self, shard_bytes: int) -> int:
+        return shard_bytes
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -195,7 +204,7 @@ def test_a_sync_fills_live_parameters_then_drops_caches_and_sets_the_version(con
 def test_bytes_that_are_not_those_of_the_shard_are_refused(config: Config, miscount: int) -> None:
     backend = Told()
     worker, bus = make_worker(config, backend, delivery=Delivery(miscount=miscount), sync=False)
-    with pytest.raises(RuntimeError, match=f"received {24 + miscount} bytes of weights, but its shard has 24"):
+    with pytest.raises(RuntimeError, match=f"received {24 + miscount} bytes of weights, but should get 24"):
         worker.set_weights(DataHandle(0, "weights/0"))
     with pytest.raises(RuntimeError, match="nothing may be sampled"):
         collect(worker, bus)
