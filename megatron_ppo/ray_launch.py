@@ -15,6 +15,7 @@ Trajectories travel over Ray's object store (``ray_data_bus.py``); weights over 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 import uuid
@@ -31,6 +32,8 @@ _PLACEMENT_S = 300.0
 """For a cluster to give what it has in all; one that scales up may need minutes."""
 _LAST_WORDS_S = 20.0
 """For the other ranks to end by themselves once one has, and for their last lines to arrive."""
+_LOG_DELAY_S = 1.0
+"""What ranks print goes through files that Ray reads twice a second; with the actors the rest of it would be gone."""
 _TORCHRUN_ONLY = ("TORCHELASTIC_", "SLURM_")
 """Variables of another launcher that a rank must not find."""
 
@@ -130,6 +133,8 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     finally:
         ray.shutdown()
 
@@ -281,8 +286,7 @@ def _wait(running: list[Any]) -> str | None:
         except ray.exceptions.RayError as error:
             if fault is None:
                 fault, until = f"rank {running.index(ended[0])} ended: {_words(error)}", time.monotonic() + _LAST_WORDS_S
-    if fault is not None:
-        time.sleep(1.0)  # what ranks have printed arrives through files that are read every half second
+    time.sleep(_LOG_DELAY_S)
     return fault
 
 
