@@ -11,9 +11,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatron_ppo.backends.base import InferenceBackend
 from megatron_ppo.config import Config
+from megatron_ppo.packing import make_micro_batch, scatter_back
 from megatron_ppo.resharding.layout import RankLayout, view
+from megatron_ppo.roles.actor_critic import ActorCritic
 from megatron_ppo.roles.sampling import cut_logits
-from megatron_ppo.types import Completion, Sampling
+from megatron_ppo.rollout_engine import make_trajectories
+from megatron_ppo.types import Completion, Prompt, Sampling
 
 SIZES: dict[str, Any] = {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "ffn": 96, "vocab_size": 130}
 PROMPTS = [[1, 5, 7], [3, 2, 5, 6, 7, 8], [9], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]]
@@ -46,6 +49,18 @@ def mean_error(model: PreTrainedModel, prompts: list[list[int]], completions: li
         for prompt, c in zip(prompts, completions, strict=True)
     ]
     return float(torch.cat(errors).mean())
+
+
+def worst_difference(folder: str, prompts: list[list[int]], completions: list[Completion], temperature: float) -> float:
+    """Largest distance of the completions' log-probs (fp32, nothing cut) from those that ``ActorCritic`` gives the same tokens."""
+    requests = [(Prompt(number, tuple(prompt), ""), 0) for number, prompt in enumerate(prompts)]
+    batch = make_trajectories(requests, completions, [0.0] * len(prompts), version=0, metrics={})
+    micro_batch = make_micro_batch(batch, torch.arange(batch.num_rows))
+    with torch.no_grad():
+        output = ActorCritic.from_folder(folder, dtype=torch.float32).forward(micro_batch, temperature=temperature)
+    assert output.log_probs is not None
+    found = scatter_back([output.log_probs], [micro_batch], batch.num_rows, batch.tokens.shape[1])
+    return float((found - batch.rollout_log_probs).abs().max())
 
 
 def _hf_log_probs(model: PreTrainedModel, prompt: list[int], ids: list[int], sampling: Sampling) -> Tensor:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import toy_batches
 from safetensors.torch import load_file
 from toy_models import make_toy
 from transformers import AutoModelForCausalLM
-from vllm_support import mean_error, write
+from vllm_support import mean_error, worst_difference, write
 
 from megatron_ppo.backends.hf import HFBackend
 from megatron_ppo.backends.inference_checks import check_layout
 from megatron_ppo.config import Config
 from megatron_ppo.families import network_shape
+from megatron_ppo.packing import make_micro_batch, scatter_back
 from megatron_ppo.resharding.layout import RankLayout
 from megatron_ppo.resharding.vllm_layout import hf_layout
-from megatron_ppo.types import Sampling
+from megatron_ppo.roles.actor_critic import ActorCritic
+from megatron_ppo.roles.reward import RewardRole
+from megatron_ppo.types import Sampling, TrajectoryBatch
 
 PROMPTS = [[1, 5, 7], [3, 2, 5, 6, 7, 8], [9], list(range(11, 21))]
 SEEDS = [101, 102, 103, 104]
@@ -74,6 +79,90 @@ def test_b42_a_response_depends_on_its_seed_and_not_on_its_company(backend: HFBa
     assert backend.generate(PROMPTS[::-1], SAMPLING, SEEDS[::-1])[::-1][0].token_ids == first[0].token_ids
     assert len({tuple(c.token_ids) for c in backend.generate([PROMPTS[0]] * 8, SAMPLING, list(range(8)))}) == 8
     assert backend.generate([], SAMPLING, []) == []
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 8])
+def test_rows_leave_and_join_without_changing_a_response(folder: Path, max_num_seqs: int) -> None:
+    """40 requests of 7 prompts of 1 to 20 tokens; responses of 1 to 30 tokens. Against one request at a time, token by token; no more rows
+    at a time than allowed, a prompt that waits with its like is read once, and rows that have ended are not carried along for long."""
+    prompts = [[(3 * row + 7 * place) % 120 + 3 for place in range(1 + 19 * row // 6)] for row in (0, 6, 3, 1, 5, 2, 4)]
+    requests = [prompts[number // 6] for number in range(40)]
+    sampling = Sampling(max_response_length=30, stop_token_ids=frozenset(range(10)))
+    fields = {"max_response_length": 30, "vllm_overrides": {"max_num_seqs": str(max_num_seqs)}}
+    backend = HFBackend(config(folder, **fields), seed=1, load_weights=True)
+    alone = [backend.generate([prompt], sampling, [seed])[0] for seed, prompt in enumerate(requests)]
+    shapes: list[tuple[int, ...]] = []
+    trunk = backend._live_actor.model.base_model
+    hook = trunk.register_forward_pre_hook(lambda module, args, named: shapes.append(tuple(named["input_ids"].shape)), with_kwargs=True)
+    together = backend.generate(requests, sampling, list(range(40)))
+    hook.remove()
+    assert [(c.token_ids, c.truncated) for c in together] == [(c.token_ids, c.truncated) for c in alone]
+    for one, other in zip(together, alone, strict=True):
+        assert torch.allclose(torch.tensor(one.log_probs), torch.tensor(other.log_probs), atol=1e-5, rtol=0)
+    lengths = [len(c.token_ids) for c in together]
+    assert min(lengths) == 1 and max(lengths) == 30, "responses of one length would not show rows that leave"
+    assert worst_difference(str(folder), requests, together, 1.0) < 1e-5
+    assert max(rows for rows, _ in shapes) <= max_num_seqs
+    steps = [rows for rows, width in shapes if width == 1]
+    assert sum(steps) <= 1.3 * sum(lengths)
+    if max_num_seqs == 8:
+        assert shapes[0] == (2, 20), "eight requests of two prompts are read in one pass of two rows"
+
+
+def test_a_window_slides_over_rows_of_any_length(tmp_path: Path) -> None:
+    """Attention over the last 5 tokens, while rows are moved in the cache; against whole passes without one."""
+    folder = make_toy(tmp_path / "mistral", "mistral")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"sliding_window": 5}))
+    sampling = Sampling(max_response_length=12, stop_token_ids=frozenset(range(12)))
+    fields = {"max_response_length": 12, "vllm_overrides": {"max_num_seqs": "5"}}
+    requests = [PROMPTS[number % 4] for number in range(12)]
+    responses = HFBackend(config(folder, **fields), seed=1, load_weights=True).generate(requests, sampling, list(range(12)))
+    assert len({len(response.token_ids) for response in responses}) > 3
+    assert worst_difference(str(folder), requests, responses, 1.0) < 1e-5
+    assert worst_difference(str(make_toy(tmp_path / "wide", "mistral")), requests, responses, 1.0) > 1e-3, "the window has no effect"
+
+
+def test_values_reference_and_scores_of_own_rows(folder: Path, tmp_path: Path) -> None:
+    """A synced value head is among the weights; what the engine adds to a batch, against each role's own pass over whole rows."""
+    scorer = make_toy(tmp_path / "scorer", score_head=True, seed=3)
+    fields = {"critic": "shared", "compute_on": "rollout", "kl_coef": 0.1, "temperature": 0.7, "micro_batch_size": 3}
+    backend = HFBackend(config(folder, reward_model_path=str(scorer), **fields), seed=1, load_weights=True)
+    live = backend.weights()
+    assert backend.shard_bytes() == sum(4 * tensor.numel() for tensor in live.values()) and live["score.weight"].shape == (1, 64)
+    live["score.weight"].normal_()
+    live["model.norm.weight"].mul_(1.1)  # the actor has gone on learning; the reference has not
+    batch = toy_batches.make_trajectories((3, 4, 2, 5), (4, 0, 7, 1))
+    found = backend.evaluate(batch)
+    micro_batch = make_micro_batch(batch, torch.arange(4))
+    reference = ActorCritic.from_folder(folder, dtype=torch.float32)
+    with torch.no_grad():
+        outcomes = [backend._live_actor.compute_values(micro_batch), reference.forward(micro_batch, temperature=0.7).log_probs]
+    expected = [scatter_back([outcome], [micro_batch], 4, batch.tokens.shape[1]) for outcome in outcomes]
+    torch.testing.assert_close(found.values, expected[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(found.ref_log_probs, expected[1], atol=1e-5, rtol=0)
+    scores = RewardRole.from_folder(scorer, dtype=torch.float32).compute_scores(micro_batch)
+    torch.testing.assert_close(found.model_scores, scores, atol=1e-5, rtol=0)
+    assert found.values.abs().max() > 0.1 and not found.values[1].any(), "an empty response has no values"
+    with pytest.raises(RuntimeError, match="samples alone"):
+        HFBackend(config(folder), seed=1).evaluate(batch)
+
+
+def test_what_a_rollout_adds_to_a_batch_travels_with_it() -> None:
+    """Bytes, selection and padding of the optional tensors; parts that disagree on them are not joined."""
+    plain = [toy_batches.make_trajectories((2, 3), lengths, seed=number) for number, lengths in enumerate([(1, 2), (6, 4)])]
+    added = [
+        replace(one, values=torch.rand_like(one.rollout_log_probs), ref_log_probs=-one.rollout_log_probs, model_scores=one.scores + 1)
+        for one in plain
+    ]
+    joined = TrajectoryBatch.concatenate([TrajectoryBatch.from_bytes(one.to_bytes()) for one in added])
+    width = added[0].tokens.shape[1]
+    assert joined.values.shape == joined.ref_log_probs.shape == joined.tokens.shape == (4, 8)
+    assert torch.equal(joined.values[:2, :width], added[0].values) and not joined.values[:2, width:].any()
+    assert torch.equal(joined.select(torch.tensor([3, 0])).model_scores, torch.stack([added[1].model_scores[1], added[0].model_scores[0]]))
+    assert TrajectoryBatch.from_bytes(plain[0].to_bytes()).values is None
+    with pytest.raises(ValueError, match="tensors that others lack"):
+        TrajectoryBatch.concatenate([added[0], plain[1]])
 
 
 def test_b34_b40_any_stop_id_ends_a_response_and_belongs_to_it(backend: HFBackend) -> None:
@@ -190,6 +279,8 @@ def test_bad_requests_and_sizes_are_refused(backend: HFBackend, folder: Path, tm
             backend.generate(*arguments)
     with pytest.raises(ValueError, match="rollout_tensor_parallel_size is 2"):
         HFBackend(config(folder, rollout_tensor_parallel_size=2, rollout_world_size=2), seed=1)
+    with pytest.raises(ValueError, match="max_num_seqs = '0' must be"):
+        HFBackend(config(folder, vllm_overrides={"max_num_seqs": "0"}), seed=1)
     with pytest.raises(ValueError, match=r"config\.json"):
         HFBackend(config(tmp_path), seed=1)
     closed = HFBackend(config(folder), seed=1)

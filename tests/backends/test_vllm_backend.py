@@ -17,7 +17,7 @@ import torch.distributed as dist
 from spawn import run_ranks
 from toy_models import make_toy
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from vllm_support import PROMPTS, SAMPLING, SEEDS, SIZES, engine_config, equal, hf_state, mean_error, refusal, write
+from vllm_support import PROMPTS, SAMPLING, SEEDS, SIZES, engine_config, equal, hf_state, mean_error, refusal, worst_difference, write
 
 from megatron_ppo.backends.hf import HFBackend
 from megatron_ppo.backends.vllm import VLLMBackend
@@ -65,6 +65,8 @@ def _observe_one(rank: int, world_size: int, folder: str, other: str, tied: str)
     _observe_log_probs(backend, model, found)
     plain, greedy = HFBackend(engine_config(folder), seed=5, load_weights=True), replace(SAMPLING, greedy=True)
     found["greedy"] = backend.generate(PROMPTS, greedy, SEEDS), plain.generate(PROMPTS, greedy, SEEDS)
+    hot = replace(SAMPLING, temperature=1.3)
+    found["same tokens"] = [worst_difference(folder, PROMPTS, b.generate(PROMPTS, hot, SEEDS), 1.3) for b in (backend, plain)]
     _observe_seeds(backend, found)
     _observe_stops(backend, found)
     found["refusals"] = _observe_refusals(backend)
@@ -274,6 +276,11 @@ def test_hf_backend_answers_greedily_as_vllm(one: dict[str, Any]) -> None:
     assert [c.token_ids for c in engine] == [c.token_ids for c in plain]
     difference = torch.tensor([c.log_probs for c in engine]) - torch.tensor([c.log_probs for c in plain])
     assert difference.abs().max() < 1e-5
+
+
+def test_hf_backends_log_probs_are_vllms_for_the_same_tokens(one: dict[str, Any]) -> None:
+    """Through the network that both have: what it gives vLLM's tokens, and the other backend's own, token by token."""
+    assert max(one["same tokens"]) < 1e-5
 
 
 def test_b36_as_many_log_probs_as_ids(one: dict[str, Any]) -> None:
