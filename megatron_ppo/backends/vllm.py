@@ -382,15 +382,16 @@ def _plain_cpu_linear() -> Iterator[None]:
 
 
 def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``rows`` [tokens, in] times ``weight``, each row as in any larger batch, bit for bit.
+    """``rows`` [tokens, in] (or [..., tokens, in]) times ``weight``, each row as in any larger batch, bit for bit.
 
     For fewer than four fp32 rows MKL takes another kernel, whose last bits differ: a sample would depend on how many others run
     along. Zero rows are added instead; from four rows on results were seen not to depend on their number.
     """
-    num_rows = rows.shape[0]
+    flat = rows.reshape(-1, rows.shape[-1])
+    num_rows = flat.shape[0]
     if num_rows < _SAME_KERNEL_ROWS:
-        rows = nn.functional.pad(rows, (0, 0, 0, _SAME_KERNEL_ROWS - num_rows))
-    return nn.functional.linear(rows, weight, bias)[:num_rows]
+        flat = nn.functional.pad(flat, (0, 0, 0, _SAME_KERNEL_ROWS - num_rows))
+    return nn.functional.linear(flat, weight, bias)[:num_rows].reshape(*rows.shape[:-1], -1)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from megatron_ppo.resharding.hf_weight_loader import HFWeightLoader, compare_ful
 from megatron_ppo.watchdog import Watchdog
 from megatron_ppo.world import World, init_world
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def parts(world: World, folder: str, load: Callable[[Iterable[tuple[str, Tensor]]], None], dtype: torch.dtype) -> Any:
