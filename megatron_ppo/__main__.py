@@ -11,7 +11,7 @@ COMMANDS = {
     "train": ("megatron_ppo.run", "train a policy; start it on all ranks with torchrun or srun"),
     "verify": ("megatron_ppo.verify", "prove that weights reach vLLM bit for bit, on the meshes of a configuration"),
     "convert": ("megatron_ppo.conversion", "Hugging Face folder to distributed checkpoint and back; on one machine, without GPU"),
-    "doctor": ("megatron_ppo.doctor", "a page about this machine and configuration for a bug report; under torchrun or srun also its links"),
+    "doctor": ("megatron_ppo.doctor", "a page about this machine and configuration for a bug report; under a launcher also its links"),
     "plan": ("megatron_ppo.planner", "meshes, memory and seconds of a launch, without running it; --search GPUS, --refit"),
 }
 """Name -> (module whose ``main(arguments) -> exit code`` runs it, one line of help). Modules are imported when they are asked for."""

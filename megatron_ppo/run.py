@@ -141,10 +141,11 @@ class Run:
     def colocated(self) -> None:
         """The whole run of a rank that trains and samples by turns.
 
-        The engine is built first, so that it measures its memory without the trainer's, and sleeps while that is built.
+        The engine is built first, so that it measures its memory without the trainer's, and sleeps while that is built. The random state in
+        which the trainer starts is that of a rank that only trains.
         """
         rewards = self._rewards()
-        with self._watchdog.phase("start-up: inference engine"):
+        with self._watchdog.phase("start-up: inference engine"), device.preserved_global_state():
             backend = self._inference_backend()
             backend.sleep()
         engine, weights = self._training_engine()
