@@ -89,7 +89,7 @@ class MeasuredRank:
         dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
         config = Config().replace(**fields)
         backend = _backend(config)
-        held = _Held({storage for tensor in _parameters(backend) for storage in [_storage(tensor)]})
+        held = _Held(backend)
         seen = _watch_gradients(backend)
         for step in range(2):
             seen.clear()
@@ -126,8 +126,9 @@ class MeasuredRank:
 class _Held:
     """Memory that saved tensors keep alive; each counts once, however many tensors share it."""
 
-    def __init__(self, parameters: set[int]) -> None:
-        self._parameters = parameters
+    def __init__(self, backend: Any) -> None:
+        self._parameters = {_storage(tensor) for tensor in _parameters(backend)}
+        self._gathered = _gathered_parameters(backend)
         self._users: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
         self._now = 0
@@ -136,7 +137,7 @@ class _Held:
     def pack(self, tensor: torch.Tensor) -> Any:
         """Autograd saves a tensor."""
         storage = _storage(tensor)
-        if storage in self._parameters:
+        if storage in self._parameters or any(storage == _storage(one._unsharded_param) for one in self._gathered):
             return tensor
         if storage not in self._users:
             self._users[storage], self._sizes[storage] = 0, tensor.untyped_storage().nbytes()
@@ -203,6 +204,13 @@ def _experience() -> Any:
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _gathered_parameters(backend: Any) -> list[Any]:
+    """FSDP's records of its parameters, which know where these lie while they are gathered."""
+    modules = [module for network in _networks(backend) if hasattr(network, "root") for module in network.root.modules()]
+    groups = [module._get_fsdp_state()._fsdp_param_group for module in modules if hasattr(module, "_get_fsdp_state")]
+    return [one for group in groups if group is not None for one in group.fsdp_params]
 
 
 def _unique_bytes(tensors: Iterable[torch.Tensor]) -> int:

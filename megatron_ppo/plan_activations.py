@@ -94,12 +94,13 @@ def layer_terms(one: Pass) -> dict[str, float]:
     """Bytes that one layer keeps, by part, without recomputation."""
     network, inside, e = one.network, one.num_tokens, one.element
     terms = {"norms": 2 * _norm(one, one.num_tokens_outside * network.hidden_size, one.num_tokens_outside)}
-    # What linear layers were given: the norms' results (with sequence parallelism only this rank's part is kept), and attention's.
+    # What linear layers were given: the norms' results (with sequence parallelism only this rank's part is kept), and attention's, which
+    # attention keeps too.
     terms["inputs of linear layers"] = 2 * one.hidden + inside * one.query * e
     terms["queries, keys, values"] = _query_key_value(one)
     terms["attention"] = inside * network.num_attention_heads / one.tp * _FP32  # the logarithm of each softmax's sum
-    if one.implementation != "transformer_engine":
-        terms["attention"] += inside * one.query * e  # its result, before it is laid out anew for the projection
+    if _gathers(one):
+        terms["attention"] += inside * one.query * e  # the results of both chunks, before they are put together
     terms |= _mixture(one) if network.num_experts else {"mlp": _gated(one) * inside * network.intermediate_size / one.tp * e}
     return terms
 
@@ -113,14 +114,24 @@ def _norm(one: Pass, num_elements: float, num_vectors: float) -> float:
 
 def _query_key_value(one: Pass) -> float:
     inside, e, rotated = one.num_tokens, one.element, one.query + one.key
-    # The values are a view of what the one projection gave, and keep all of it; transformers projects each by itself.
-    projected = one.key if one.implementation == "hf" else one.query + 2 * one.key
-    kept = inside * (projected + rotated) * e
+    if _gathers(one):  # rotated queries, and keys and values of the whole rows
+        kept = inside * (one.query + 2 * one.key * one.config.parallel.context_parallel_size) * e
+    else:
+        # The values are a view of what the one projection gave, and keep all of it; transformers projects each by itself.
+        projected = one.key if one.implementation == "hf" else one.query + 2 * one.key
+        kept = inside * (projected + rotated) * e
     if one.implementation != "hf":  # cosines and sines, once for queries and once for keys
         kept += 4 * one.length / one.config.parallel.context_parallel_size * one.network.head_dim * e
     if one.network.has_qk_norm:
         kept += _norm(one, inside * rotated, inside * rotated / one.network.head_dim)
+        if one.implementation == "local" and e == _FP32:
+            kept -= inside * one.key * e  # the keys before their norm are a view of the projection's result
     return kept
+
+
+def _gathers(one: Pass) -> bool:
+    """Whether a context-parallel rank attends to keys and values that it has gathered (``megatron_spec.CausalAttention``)."""
+    return one.implementation == "local" and one.config.parallel.context_parallel_size > 1
 
 
 def _gated(one: Pass) -> int:
@@ -147,7 +158,7 @@ def kept_by_layer(one: Pass) -> float:
     if granularity == "full":
         return one.hidden  # what the layer was given
     terms = layer_terms(one)
-    if granularity == "selective" and one.implementation == "hf":  # the whole block of attention but its norm
+    if granularity == "selective" and one.implementation == "hf":  # all of the attention block but its norm
         del terms["attention"], terms["queries, keys, values"]
         terms["inputs of linear layers"] -= one.num_tokens * one.query * one.element
     elif granularity == "selective":
@@ -166,8 +177,16 @@ def kept_by_ends(one: Pass, head: Head, *, is_first: bool, is_last: bool) -> flo
     return kept
 
 
-_LOSS_BYTES = 60
-"""A token's numbers that log-probs and loss keep: some fp32 tensors, masks and labels."""
+_LOSS_BYTES = 45
+"""A token's numbers that log-probs and loss keep: fp32 tensors, masks and labels."""
+
+
+def kept_by_recomputation(one: Pass) -> float:
+    """Bytes that a layer keeps while it is computed again for its backward pass, beside what it was given; 0 where none is."""
+    if one.config.model.recompute_granularity != "full":
+        return 0.0
+    given_is_kept = one.implementation == "transformer_engine" or one.element == _FP32  # by the first norm, which makes no copy of it
+    return sum(layer_terms(one).values()) - (one.hidden if given_is_kept else 0.0)
 
 
 def in_flight(config: Config, stage: int, num_micro_batches: int) -> int:
@@ -183,7 +202,7 @@ def in_flight(config: Config, stage: int, num_micro_batches: int) -> int:
 def kept_by_stage(one: Pass, head: Head, stage: int, num_layers: tuple[int, ...], num_micro_batches: int) -> tuple[float, float]:
     """(activations, logits) in bytes that a rank of ``stage`` holds at most, over all micro-batches in flight.
 
-    ``num_layers``: of each of its chunks.
+    ``num_layers``: of each of its chunks. A layer that is computed again is not counted: ``kept_by_recomputation``.
     """
     pp = one.config.parallel.pipeline_model_parallel_size
     is_first, is_last = stage == 0, stage == pp - 1

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 _WIDTH = 150
 """Columns where the output is no terminal."""
 _SHOWN_NODES = 24
+_KINDS = (
+    *("weights", "gradients", "optimizer", "activations", "logits", "working"),
+    *("engine weights", "key/value cache", "buckets", "reserve"),
+)
+"""Columns of the table of memory."""
 
 
 def _console() -> Console:
@@ -160,10 +165,9 @@ def _holdings(plan: Plan) -> Table:
 
 def _memory(plan: Plan) -> Table:
     table = Table(title=f"memory of a rank by phase (GiB of {plan.machine.gpu_memory_gib:g})", title_justify="left")
-    kinds: list[str] = []
-    for stage in plan.stages:
-        for phase in PHASES:
-            kinds += [kind for kind, size in stage.phases[phase].items() if size and kind not in kinds]
+    found = {kind for stage in plan.stages for phase in PHASES for kind, size in stage.phases[phase].items() if size}
+    assert found <= set(_KINDS), found
+    kinds = [kind for kind in _KINDS if kind in found]
     for name in ("stage", "phase", *kinds, "total", "headroom"):
         table.add_column(name, justify="left" if name in ("stage", "phase") else "right")
     for stage in plan.stages:

@@ -163,10 +163,15 @@ def _engines(config: Config, num_gpus: int, machine: Machine, *, every: bool) ->
 
 @functools.cache
 def _elements(network: NetworkShape, tp: int, whole_experts: bool, backend: str) -> int:
-    layout = (
-        hf_layout(network) if backend == "hf" else vllm_layout(network, tensor_parallel_size=tp, tp_rank=0, expert_parallel=whole_experts)
-    )
-    return sum(math.prod(shape) for shape in layout.shapes.values())
+    """Elements of an engine's rank: one layer is counted and multiplied, all are equal."""
+    totals = []
+    for num_layers in (1, 2):
+        thin = dataclasses.replace(network, num_layers=num_layers)
+        layout = (
+            hf_layout(thin) if backend == "hf" else vllm_layout(thin, tensor_parallel_size=tp, tp_rank=0, expert_parallel=whole_experts)
+        )
+        totals.append(sum(math.prod(shape) for shape in layout.shapes.values()))
+    return totals[0] + (network.num_layers - 1) * (totals[1] - totals[0])
 
 
 def _engine_elements(config: Config) -> int:
@@ -330,12 +335,10 @@ def layout_stages(config: Config, num_training: int) -> list[Stage]:
     return found
 
 
-@functools.cache
 def _megatron_held(
     network: NetworkShape, sizes: MegatronParallel, head: Head, num_layers: int, is_first: bool, is_last: bool
 ) -> HeldParameters:
     """One layer is counted and multiplied: all are equal."""
-    thin = dataclasses.replace(network, num_layers=2)
     plain = MegatronParallel(
         tensor_model_parallel_size=sizes.tensor_model_parallel_size,
         pipeline_model_parallel_size=2,
@@ -343,20 +346,29 @@ def _megatron_held(
         expert_tensor_parallel_size=sizes.expert_tensor_parallel_size,
         make_vocab_size_divisible_by=sizes.make_vocab_size_divisible_by,
     )
-    dense = expert = ends = 0
-    for stage, counts in ((0, is_first), (1, is_last)):
-        layout = megatron_layout(thin, plain, RankCoordinates(dp=0, pp=stage, tp=0), head=head)
+    dense, expert, first, last = _two_layers(network, plain, head)
+    ends = is_first * first + is_last * last
+    if is_first and is_last and network.tied and head in ("lm", "lm+value"):
+        ends -= first  # one matrix, where one stage has both ends
+    return HeldParameters(dense * num_layers + ends, expert * num_layers, 0)
+
+
+@functools.cache
+def _two_layers(network: NetworkShape, sizes: MegatronParallel, head: Head) -> tuple[int, int, int, int]:
+    """Elements of (a layer outside of experts, its experts, embedding, last norm and heads), of two stages with a layer each."""
+    thin = dataclasses.replace(network, num_layers=2)
+    dense = expert = 0
+    ends = [0, 0]
+    for stage in (0, 1):
+        layout = megatron_layout(thin, sizes, RankCoordinates(dp=0, pp=stage, tp=0), head=head)
         for name, shape in layout.shapes.items():
             if "decoder.layers." not in name:
-                ends += counts * math.prod(shape)
+                ends[stage] += math.prod(shape)
             elif stage == 0 and ".experts." in name:
                 expert += math.prod(shape)
             elif stage == 0:
                 dense += math.prod(shape)
-    if is_first and is_last and network.tied and head in ("lm", "lm+value"):  # one matrix, where one stage has both ends
-        rows = -(-network.vocab_size // (sizes.make_vocab_size_divisible_by * sizes.tensor_model_parallel_size))
-        ends -= rows * sizes.make_vocab_size_divisible_by * network.hidden_size
-    return HeldParameters(dense * num_layers + ends, expert * num_layers, 0)
+    return dense, expert, *ends
 
 
 @functools.cache
