@@ -74,9 +74,9 @@ A GPU has 80 GB, but for the rollout nodes of llama3.1_405b: in bfloat16 each of
 may not straddle nodes, so they have 141 GB. Its `plan` counts with the larger ones; the column shows that training fits into 80.
 
 Meshes follow the same rules: tensor parallelism within a node and not above the key/value heads (but for replicas of qwen3_235b_a22b,
-which need eight GPUs); whole experts, spread within a node; a pipeline across nodes where the model does not fit otherwise; data parallelism
-where that is what makes the optimizer fit; replicas as small as weights and cache allow, as two engines of one GPU sample more than one
-engine of two.
+which need eight GPUs); whole experts, spread within a node; a pipeline across nodes where the model does not fit otherwise; data
+parallelism where that is what makes the optimizer fit; replicas as small as weights and cache allow, as two engines of one GPU sample
+more than one engine of two.
 """
 
 
