@@ -125,9 +125,15 @@ def main(arguments: Sequence[str]) -> int:
     except ImportError:
         print(f"{PROGRAM}: Ray is not installed: pip install -e '.[ray]', or bash scripts/setup.sh ray", file=sys.stderr)
         return 2
-    if not ray.is_initialized():
-        address = options.ray_address or os.environ.get("RAY_ADDRESS") or "local"
+    address = options.ray_address or os.environ.get("RAY_ADDRESS") or "local"
+    try:
         ray.init(address=address, include_dashboard=False if address == "local" else None)
+    except Exception as error:  # Ray raises Exception itself where its processes do not start in time
+        print(
+            f"{PROGRAM}: Ray at {address!r} cannot be used: {error}. Is the address right, and this machine not overloaded?",
+            file=sys.stderr,
+        )
+        return 2
     try:
         return _launch(options, config, num_training)
     except ValueError as error:

@@ -24,7 +24,7 @@ from megatron_ppo.world import World
 
 LIMIT_S = 280.0
 RAY = ("scripts/train_ray.py", "--num-training-ranks", "2", "--cpus-per-rank", "0.25")
-SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "200"}
+SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0"}
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +49,14 @@ def test_ray_and_torchrun_train_the_same_weights(inputs: Path, tmp_path: Path) -
     assert all(torch.equal(by_ray[name], by_torchrun[name]) for name in by_ray)
     lines = [read_lines(tmp_path / name / "samples.jsonl") for name in ("ray", "torchrun")]
     assert lines[0] == lines[1]
-    first, second = (read_lines(tmp_path / name / "metrics.jsonl")[-1] for name in ("ray", "torchrun"))
-    same = [name for name in first if name.startswith(("loss", "kl", "reward", "critic", "actor", "score"))]
-    assert {name: first[name] for name in same} == {name: second[name] for name in same}
+    records = [read_lines(tmp_path / name / "metrics.jsonl") for name in ("ray", "torchrun")]
+    assert len(records[0]) == 2
+    assert [without_times(record) for record in records[0]] == [without_times(record) for record in records[1]]
+
+
+def without_times(record: dict[str, object]) -> dict[str, object]:
+    """What does not depend on the machine."""
+    return {name: value for name, value in record.items() if not name.startswith("time/") and name != "tokens_per_s"}
 
 
 @pytest.mark.slow
