@@ -186,7 +186,7 @@ def test_a_replica_without_vllm_takes_the_whole_model(tmp_path: Path) -> None:
     ("flags", "reason"),
     [
         ((*_sizes(4, 1, 2, 2), "--world-size", "7"), "TP 4 x PP 1 x CP 1 = 4"),
-        (_sizes(1, 1, 3, 2), "rollout_world_size = 3 is not a multiple of rollout_tensor_parallel_size = 2"),
+        (_sizes(1, 1, 3, 2), "rollout_world_size = 3, which is not a multiple of rollout_tensor_parallel_size = 2"),
         (_sizes(3, 1, 1, 1), "4 attention heads are not a multiple of tensor_model_parallel_size = 3"),
         (_sizes(1, 3, 1, 1), "2 layers are not a multiple of pipeline_model_parallel_size"),
         ((*_sizes(1, 1, 1, 1), "--expert-model-parallel-size", "2"), "expert_model_parallel_size = 2, but llama is a dense family"),
