@@ -368,7 +368,7 @@ def _two_layers(network: NetworkShape, sizes: MegatronParallel, head: Head) -> t
                 expert += math.prod(shape)
             elif stage == 0:
                 dense += math.prod(shape)
-    return dense, expert, *ends
+    return dense, expert, ends[0], ends[1]
 
 
 @functools.cache
