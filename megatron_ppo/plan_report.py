@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 _WIDTH = 150
 """Columns where the output is no terminal."""
-_SHOWN_NODES = 24
+_SHOWN_NODES = 16
+"""Lines of the table of nodes."""
 _KINDS = (
     *("weights", "gradients", "optimizer", "activations", "logits", "working"),
     *("engine weights", "key/value cache", "buckets", "reserve"),
@@ -100,10 +101,12 @@ def _placement(plan: Plan) -> Table:
     for name in ("nodes", "ranks", "what they do"):
         table.add_column(name, overflow="fold")
     lines = _node_lines(plan)
-    for line in lines[:_SHOWN_NODES]:
+    left_out = len(lines) - _SHOWN_NODES
+    if left_out > 0:  # the middle
+        rest = ("...", "", f"{left_out} more lines; --json FILE has every rank")
+        lines = [*lines[: _SHOWN_NODES // 2], rest, *lines[-(_SHOWN_NODES // 2) :]]
+    for line in lines:
         table.add_row(*line)
-    if len(lines) > _SHOWN_NODES:
-        table.add_row("...", "", f"{len(lines) - _SHOWN_NODES} more lines; --json FILE has every rank")
     return table
 
 
