@@ -178,7 +178,11 @@ def _point(config: Config, world: World, candidate: _Candidate, prompts: str) ->
     if state.iteration > config.training.train_iters:
         raise InputError(f"{folder} has finished {state.iteration} iterations, but train_iters = {config.training.train_iters}")
     if state.iteration == config.training.train_iters:
-        print("nothing is left to do: raise --train-iters to go on, or say --resume never to begin anew", flush=True)
+        print(
+            "nothing is left to do: raise --train-iters to go on (where the learning rate decays, also --allow-changed train_iters), or say "
+            "--resume never to begin anew",
+            flush=True,
+        )
     notice = mesh_difference(state.mesh, config.mesh_sizes(world.world_size))
     print(f"resuming after iteration {state.iteration} from {folder}" + (f"\n{notice}" if notice else ""), flush=True)
     return ResumePoint(folder, state, candidate.is_own)

@@ -78,7 +78,7 @@ def page() -> str:
         for field in dataclasses.fields(kind):
             value = getattr(section.default, field.name)  # type: ignore[union-attr]
             shown = "" if value in ("", [], {}) else f"`{str(value).lower() if isinstance(value, bool) else value}`"
-            parts.append(f"| `{field.name}` | {shown} | {texts[field.name].replace('|', chr(92) + '|')} |\n")
+            parts.append(f"| `{field.name}` | {shown} | {' '.join(texts[field.name].split()).replace('|', chr(92) + '|')} |\n")
     return "".join(parts)
 
 

@@ -20,7 +20,8 @@
 set -euo pipefail
 : "${model:?}" "${nodes:?}" "${flags:?}"  # this file is sourced by a recipe
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-python=${PYTHON:-python}
+python=${PYTHON:-$root/.venv/bin/python}  # what scripts/setup.sh makes; an environment of your own comes first
+[ -n "${PYTHON:-}" ] || { [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && [ -x "$python" ]; } || python=python
 
 nodes=${NODES:-$nodes}
 gpus=${GPUS_PER_NODE:-8}
@@ -28,7 +29,11 @@ for number in "$nodes" "$gpus"; do
     [[ $number =~ ^[1-9][0-9]*$ ]] || { echo "recipe: NODES=$nodes and GPUS_PER_NODE=$gpus must be whole numbers above 0" >&2; exit 2; }
 done
 command=plan
-case "${1:-}" in plan | show | torchrun | srun | slurm) command=$1; shift ;; esac
+case "${1:-}" in
+    plan | show | torchrun | srun | slurm) command=$1; shift ;;
+    "" | --*) ;;
+    *) echo "recipe: unknown command '$1'; there is: plan, show, torchrun, srun, slurm, then flags of train" >&2; exit 2 ;;
+esac
 
 # PPO with a critic of its own and a reference, in bfloat16 with fp32 gradients and masters: what is alike for all sizes.
 common=(
