@@ -179,7 +179,7 @@ def _point(config: Config, world: World, candidate: _Candidate, prompts: str) ->
         raise InputError(f"{folder} has finished {state.iteration} iterations, but train_iters = {config.training.train_iters}")
     if state.iteration == config.training.train_iters:
         print(
-            "nothing is left to do: raise --train-iters to go on (where the learning rate decays, also --allow-changed train_iters), or say "
+            "nothing is left to do: raise --train-iters to go on (with a rate that decays also --allow-changed train_iters), or say "
             "--resume never to begin anew",
             flush=True,
         )
