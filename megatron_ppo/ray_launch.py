@@ -120,6 +120,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when ray is imported
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # what several ranks say alike is said by several ranks
+    os.environ.setdefault("RAY_worker_niceness", "0")  # of a cluster that starts here: ranks are no background work
     try:
         import ray
     except ImportError:
