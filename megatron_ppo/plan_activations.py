@@ -199,18 +199,35 @@ def in_flight(config: Config, stage: int, num_micro_batches: int) -> int:
     return min(num_micro_batches * chunks, (pp - stage - 1) * 2 + (chunks - 1) * pp + 1)
 
 
-def kept_by_stage(one: Pass, head: Head, stage: int, num_layers: tuple[int, ...], num_micro_batches: int) -> tuple[float, float]:
-    """(activations, logits) in bytes that a rank of ``stage`` holds at most, over all micro-batches in flight.
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that a rank holds at most for backward passes, over all micro-batches in flight."""
 
-    ``num_layers``: of each of its chunks. A layer that is computed again is not counted: ``kept_by_recomputation``.
-    """
+    layers: float
+    """Layers and embedding."""
+    head: float
+    """Last norm, heads and loss: of one micro-batch, whose backward pass comes at once."""
+    logits: float
+    """Likewise."""
+    again: float
+    """A layer that is computed again, when head and logits have gone."""
+
+    @property
+    def peak(self) -> float:
+        """All that is held at once."""
+        return self.layers + max(self.head + self.logits, self.again)
+
+
+def kept_by_stage(one: Pass, head: Head, stage: int, num_layers: tuple[int, ...], num_micro_batches: int) -> Kept:
+    """What a rank of ``stage`` holds. ``num_layers``: of each of its chunks."""
     pp = one.config.parallel.pipeline_model_parallel_size
     is_first, is_last = stage == 0, stage == pp - 1
     held = in_flight(one.config, stage, num_micro_batches)
     ends = kept_by_ends(one, head, is_first=is_first, is_last=False)
     # Chunks are of one size but for the embedding's or the loss's: the largest is taken for all.
-    activations = held * (max(num_layers) * kept_by_layer(one) + ends)
-    # The last chunk goes back as soon as it came forward: its head is held once.
-    activations += kept_by_ends(one, head, is_first=False, is_last=is_last)
-    logits = one.logits if is_last and head in ("lm", "lm+value") else 0.0
-    return activations, logits
+    return Kept(
+        layers=held * (max(num_layers) * kept_by_layer(one) + ends),
+        head=kept_by_ends(one, head, is_first=False, is_last=is_last),
+        logits=one.logits if is_last and head in ("lm", "lm+value") else 0.0,
+        again=kept_by_recomputation(one),
+    )

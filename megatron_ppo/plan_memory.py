@@ -25,7 +25,7 @@ from megatron_ppo.backends.base import RoleName, planned_networks
 from megatron_ppo.config import Config
 from megatron_ppo.families import Head, NetworkShape, network_shape
 from megatron_ppo.packing import round_up
-from megatron_ppo.plan_activations import Implementation, Pass, kept_by_recomputation, kept_by_stage, vocabulary_rows
+from megatron_ppo.plan_activations import Implementation, Pass, kept_by_stage, vocabulary_rows
 from megatron_ppo.plan_networks import HeldParameters, Stage, build_stages, chunk_sizes
 from megatron_ppo.resharding.megatron_mesh import megatron_parallel
 from megatron_ppo.roles.logits import CHUNK_SIZE
@@ -198,15 +198,14 @@ def _update(config: Config, stage: Stage, role: RoleName, num_training: int, imp
     one, head = _pass(config, role, implementation)
     count = num_micro_batches(config, num_training)
     number = stage.stages[0]
-    activations, logits = kept_by_stage(one, head, number, chunk_sizes(config, one.network, number), count)
+    kept = kept_by_stage(one, head, number, chunk_sizes(config, one.network, number), count)
     # Gradients of a layer's widest place, of hidden states on both of its sides, and sequence parallelism's gathered input.
     working = 2 * one.hidden + _mlp_width(one) * 3 + one.num_tokens * one.network.hidden_size * one.element
-    working += kept_by_recomputation(one)  # when the logits have gone
-    at_head = logits + _logit_chunks(one, 3) if logits else 0.0  # the logits' gradient
-    working = max(working - logits, at_head) + _gathered(config, stage.networks[role])
+    at_head = kept.logits + _logit_chunks(one, 3) if kept.logits else 0.0  # the logits' gradient
+    working = max(working + kept.again - kept.head - kept.logits, at_head) + _gathered(config, stage.networks[role])
     if config.parallel.backend == "fsdp":
         working += stage.networks[role].largest_unit * _FP32  # a layer's whole gradients, before they are summed and cut
-    return {"activations": activations, "logits": logits, "working": working}
+    return {"activations": kept.layers + kept.head, "logits": kept.logits, "working": working}
 
 
 def _mlp_width(one: Pass) -> float:
@@ -267,10 +266,9 @@ def predicted_training(config: Config, num_training: int, implementation: Implem
         for role in ("actor", "critic"):
             if role in stage.networks:
                 one, head = _pass(config, role, implementation)
-                activations, logits = kept_by_stage(one, head, number, chunk_sizes(config, one.network, number), count)
+                most = kept_by_stage(one, head, number, chunk_sizes(config, one.network, number), count)
                 # torch's own checkpoint keeps the layer that it computes again in a place of its own, which no hook sees.
-                again = 0.0 if implementation == "hf" else kept_by_recomputation(one)
-                kept.append(activations + max(logits, again))
+                kept.append(most.layers + most.head + most.logits if implementation == "hf" else most.peak)
         found.append(
             {
                 "weights": sum(part.weights for part in parts),
