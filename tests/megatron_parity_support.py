@@ -199,7 +199,8 @@ def gather_canonical(backend: Any, role: str) -> dict[str, Tensor] | None:
         known = ~target.isnan()
         assert torch.equal(target[known], tensor[known]), f"two ranks hold different values of {name}"
         target.copy_(tensor)
-    assert not any(tensor.isnan().any() for tensor in whole.values())
+    holes = {name: int(tensor.isnan().sum()) for name, tensor in whole.items() if tensor.isnan().any()}
+    assert not holes, f"{role} of {type(backend).__name__}: nobody holds {holes}"
     return whole
 
 

@@ -47,10 +47,10 @@ def test_refit_benchmark_moves_each_shard_once_and_writes_its_figures(tmp_path: 
     assert case["checks"]["memory_within_bound"] and 0 < min(methods["exact"]["extra_memory_bytes"]) <= 2 * BUCKET_BYTES
     assert (tmp_path / "refit.png").stat().st_size > 10_000
     page = tmp_path / "page.md"
-    page.write_text("before\n<!-- figures: begin -->\nold\n<!-- figures: end -->\nafter\n", encoding="utf-8")
+    page.write_text("before\n<!-- figures: begin -->\nOLD ONES\n<!-- figures: end -->\nafter\n", encoding="utf-8")
     run_script("refit_output.py", str(tmp_path / "refit.json"), "--into", str(page))
     text = page.read_text(encoding="utf-8")
-    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text and "| 2+2: TP2 -> TP2 | (a) exact |" in text
+    assert text.startswith("before\n") and text.endswith("after\n") and "OLD ONES" not in text and "| 2+2: TP2 -> TP2 | (a) exact |" in text
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_backends_benchmark_compares_equal_jobs_and_counts_their_memory(tmp_path
         assert abs(held["optimizer"] - held["weights"]) < 0.05 * held["weights"]  # two moments, over two data-parallel ranks
         assert rank["peak_resident"] > sum(held.values())
     page = tmp_path / "page.md"
-    page.write_text("before\n<!-- figures: begin -->\nold\n<!-- figures: end -->\nafter\n", encoding="utf-8")
+    page.write_text("before\n<!-- figures: begin -->\nOLD ONES\n<!-- figures: end -->\nafter\n", encoding="utf-8")
     run_script("backends_output.py", str(tmp_path / "backends.json"), "--into", str(page))
     text = page.read_text(encoding="utf-8")
-    assert "old" not in text and "| Megatron TP2 DP2, colocated | do both |" in text and "| FSDP 2, 2 + 2 ranks | sample |" in text
+    assert "OLD ONES" not in text and "| Megatron TP2 DP2, colocated | do both |" in text and "| FSDP 2, 2 + 2 ranks | sample |" in text

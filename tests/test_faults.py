@@ -22,7 +22,7 @@ from launch_config import two_by_two
 from torch import Tensor
 from train_support import PROGRAM, Processes, make_inputs, promised, read_lines, tiny_flags
 
-from megatron_ppo.backends.base import InferenceBackend
+from megatron_ppo.backends.base import EngineMemory, InferenceBackend
 from megatron_ppo.data_bus import DataBus, DataHandle
 from megatron_ppo.resharding.executor import TransferStats
 from megatron_ppo.rollout_engine import PromptBatch, RolloutWorker
@@ -277,6 +277,14 @@ class CachingEngine(InferenceBackend):
     def shard_bytes(self) -> int:
         """Of two fp32 numbers."""
         return 8
+
+    def sleep(self) -> None:
+        """It has a mesh of its own."""
+        raise AssertionError
+
+    def wake_up(self, what: EngineMemory) -> None:
+        """As ``sleep``."""
+        raise AssertionError
 
     def after_weight_update(self) -> None:
         """Forget the answers."""

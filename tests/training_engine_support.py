@@ -40,7 +40,7 @@ class Case:
     pad_token: int = 0
     num_updates: int = 1
     poison: Literal["none", "advantage", "weight"] = "none"
-    """NaN in one valid advantage, or in the first parameter of the last rank."""
+    """NaN in one valid advantage, or in the last parameter of the last rank."""
 
 
 def run_cases(rank: int, world_size: int, cases: Mapping[str, Case]) -> Results:
@@ -91,7 +91,7 @@ def observe(world: World, config: Config, case: Case, backend: Any, engine: Trai
     batch = make_batch(case)
     algorithm = config.algorithm if case.algorithm is None else dataclasses.replace(config.algorithm, **dict(case.algorithm))  # type: ignore[arg-type]
     if case.poison == "weight" and world.rank == world.mesh_size - 1:
-        next(iter(backend.weights().values())).fill_(float("nan"))  # whichever rows of the embedding these are
+        list(backend.weights().values())[-1].fill_(float("nan"))  # near the logits: rows of an embedding may not be asked for
     found: dict[str, Any] = {
         "log_probs": engine.compute_log_probs(batch),
         "ref": engine.compute_ref_log_probs(batch),
