@@ -308,6 +308,10 @@ class ScriptedTransfer:
     breaks: bool = False
     bytes_received: int = 8
 
+    def expected_bytes(self, shard_bytes: int) -> int:
+        """The shard, once."""
+        return shard_bytes
+
     def receive(self, parameters: Mapping[str, Tensor]) -> TransferStats:
         """One sync."""
         for index in range(2):
@@ -408,7 +412,7 @@ def test_a_sync_that_broke_leaves_the_worker_unusable(rollout: Rollout) -> None:
 def test_b28_a_sync_that_brought_too_little_is_an_error(rollout: Rollout, received: int) -> None:
     """B28: no tensor at all, or not all of them: the numbers are said, and the worker stays unusable."""
     rollout.transfer.bytes_received = received
-    with pytest.raises(RuntimeError, match=f"received {received} bytes of weights, but its shard has 8"):
+    with pytest.raises(RuntimeError, match=f"received {received} bytes of weights, but should get 8"):
         rollout.sync(0)
     assert rollout.worker.version is None
     with pytest.raises(RuntimeError, match="holds no whole set of weights"):
