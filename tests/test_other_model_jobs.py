@@ -24,7 +24,7 @@ SIZES = {"vocab_size": 13, "pad_token_id": None}
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tokenizer and prompts of the quickstart, beside other models with its vocabulary."""
     folder = make_inputs(tmp_path_factory.mktemp("inputs"))
-    for kind in ("gpt2", "gemma2", "granite"):
+    for kind in ("gpt2", "gemma2"):
         make_other(folder / kind, kind, **SIZES)
         shutil.copy(folder / "model" / "tokenizer.model", folder / kind)
     return folder
@@ -83,10 +83,10 @@ SPEC = FamilySpec("GraniteForSequenceClassification")
 """
 
 
-def test_a_family_of_the_users_own_goes_shard_by_shard(inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_family_of_the_users_own_goes_shard_by_shard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An entry point names a Llama-like family: ``verify`` proves its bytes and log-probs in vLLM; without it, it says what is missing."""
-    flags = ["--model-path", inputs / "granite", "--backend", "fsdp", "--num-ranks", 3, "--rollout-world-size", 2]
-    flags += ["--rollout-tensor-parallel-size", 2, "--max-prompt-length", 24, "--max-response-length", 8]
+    flags = ["--model-path", make_other(tmp_path / "granite", "granite"), "--backend", "fsdp", "--num-ranks", 3, "--rollout-world-size", 2]
+    flags += ["--rollout-tensor-parallel-size", 2, "--max-prompt-length", 24, "--max-response-length", 8, "--heartbeat-timeout-s", 60]
     command = [*map(str, flags), "--vllm-overrides", "kv_cache_memory_bytes", "53687091"]
     assert main(["verify", *command]) == 2
     text = capsys.readouterr().err

@@ -132,6 +132,11 @@ class VLLMBackend(InferenceBackend):
             check_experts(self._model, held_experts(network, tp_size, rank, expert_parallel), on_cpu=on_cpu)
             check_layout(self.weights(), self._layout, dtype)
         else:
+            if config.is_colocated and ".models.transformers." in type(self._model).__module__:
+                raise ValueError(
+                    f"vLLM runs {network.family} models on transformers' own classes, which it changes in this process, so that it cannot "
+                    "train too: give the rollout ranks of their own (rollout_world_size), or set rollout_backend to hf"
+                )
             check_reloads(self._model, on_cpu=on_cpu)
             check_dense(self.weights(), dtype)
         if not load_weights:
