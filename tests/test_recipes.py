@@ -155,7 +155,11 @@ REAL = {"MODEL_PATH": "/models/m", "PROMPT_DATA": "/data/p.jsonl"}
 @pytest.mark.parametrize(
     ("arguments", "environment", "launch"),
     [
-        (["srun"], {}, "srun --nodes 72 --ntasks-per-node 8 --kill-on-bad-exit=1 --distribution=block python -m megatron_ppo train"),
+        (
+            ["srun"],
+            {"PYTHON": "/env/bin/python"},
+            "srun --nodes 72 --ntasks-per-node 8 --kill-on-bad-exit=1 --distribution=block /env/bin/python -m megatron_ppo train",
+        ),
         (["slurm"], {}, "sbatch --job-name llama3.1_405b --nodes 72 --ntasks-per-node 8 --gpus-per-node 8 {scripts}/train_slurm.sh"),
         (
             ["slurm"],
