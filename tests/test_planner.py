@@ -218,11 +218,20 @@ def test_the_search_lists_meshes_that_divide_and_fit_the_fastest_first(model: st
 def test_real_ranks_hold_what_is_predicted(tmp_path: Path) -> None:
     """Two cases of the benchmark; it ends with 1 where weights, gradients, optimizer or activations are off by more than 10%."""
     command = [sys.executable, "benchmarks/plan_memory.py", "--case", "bf16, TP2 x PP2, sequence parallel", "FSDP 2, bf16"]
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- measured: begin -->\nold\n<!-- measured: end -->\nafter\n", encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(
-        [*command, "--json", str(tmp_path / "m.json")], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
+        [*command, "--json", str(tmp_path / "m.json"), "--into", str(page)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
     assert result.returncode == 0, result.stdout + result.stderr
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text and "| FSDP 2, bf16 |" in text
     cases = json.loads((tmp_path / "m.json").read_text())["cases"]
     assert [len(case["ranks"]) for case in cases.values()] == [4, 2]
     for case in cases.values():
