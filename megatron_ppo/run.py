@@ -6,6 +6,7 @@ this mesh's networks or engine; then the groups between the meshes.
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 import sys
@@ -275,6 +276,9 @@ class Run:
 
     def _loop(self, controller: TrainingController | RolloutController) -> Stopped | None:
         """Run all iterations, or those until the launch is told to stop, and why it was."""
+        gc.collect()
+        gc.freeze()  # a million objects of the start-up, which no later collection need walk
+        gc.enable()
         try:
             controller.run()
         except Stopped as stopped:
