@@ -92,6 +92,8 @@ def _warnings() -> Iterator[list[str]]:
     texts: list[str] = []
 
     class Keep(logging.Handler):
+        """Keeps texts."""
+
         def emit(self, record: logging.LogRecord) -> None:
             texts.append(record.getMessage())
 

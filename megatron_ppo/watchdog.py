@@ -29,20 +29,14 @@ import traceback
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Literal, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 
+from megatron_ppo.heartbeat import START_UP, START_UP_PATIENCE, UNSEEN_LIMIT_S, Beat, Mates, Pulse, Verdict
 from megatron_ppo.world import World
 
-START_UP = "start-up"
-"""The phase before the first one is named."""
-_START_UP_PATIENCE = 10.0
-"""Importing and building models may hold the interpreter lock, and with it the heart, for seconds."""
-_UNSEEN_LIMIT_S = 600.0
-"""How long a rank may take to its first beat; before it, its launcher is who watches it."""
 _ALERT_POLL_S = 0.2
 _EARS_POLL_S = 0.25
 _HOST_LINGERS_S = 3.0
@@ -54,65 +48,6 @@ _RAISED_IN = "_megatron_ppo_phase"  # attribute of an exception: the innermost p
 
 class InputError(ValueError):
     """Bad input, already in words: shown without a traceback."""
-
-
-@dataclass(frozen=True)
-class Beat:
-    """What a rank says of itself."""
-
-    count: int
-    """Grows with every beat. Times of other machines are never compared."""
-    phase: str = START_UP
-    patience: float = _START_UP_PATIENCE
-    """Factor on the time limit in this phase."""
-    done: bool = False
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Why the launch ends."""
-
-    kind: Literal["lost", "failed"]
-    rank: int
-    """The global rank that is to blame."""
-    phase: str
-    error: str = ""
-    """Class and message of the exception, for ``failed``."""
-
-
-class Pulse:
-    """Tells which ranks have not beaten for too long, by this process's clock. No input or output of its own."""
-
-    def __init__(self, ranks: range, timeout_s: float, now: float) -> None:
-        self._timeout_s = timeout_s
-        self._beats: dict[int, Beat] = {}
-        self._since = dict.fromkeys(ranks, now)
-
-    @property
-    def all_done(self) -> bool:
-        """Whether every rank has said that it is done."""
-        return len(self._beats) == len(self._since) and all(beat.done for beat in self._beats.values())
-
-    def observe(self, rank: int, beat: Beat, now: float) -> None:
-        """Take note of a beat; only a counter that has moved is progress."""
-        known = self._beats.get(rank)
-        self._beats[rank] = beat
-        if known is None or beat.count != known.count:
-            self._since[rank] = now
-
-    def phase(self, rank: int) -> str:
-        """The phase the rank was in when last heard of."""
-        return self._beats[rank].phase if rank in self._beats else f"{START_UP} (no beat yet)"
-
-    def overdue(self, now: float, *, unseen_limit_s: float = _UNSEEN_LIMIT_S) -> int | None:
-        """The rank that has been silent past its limit for the longest time, or None."""
-        late: dict[int, float] = {}
-        for rank, since in self._since.items():
-            beat = self._beats.get(rank)
-            limit = unseen_limit_s if beat is None else self._timeout_s * beat.patience
-            if (beat is None or not beat.done) and now - since > limit:
-                late[rank] = now - since
-        return max(late, key=lambda rank: late[rank]) if late else None
 
 
 class Watchdog:
@@ -142,7 +77,7 @@ class Watchdog:
         self._timeout_s = heartbeat_timeout_s
         self._poll_s = poll_s
         self._store = world.connect(timeout_s=60.0)
-        self._phase = (START_UP, _START_UP_PATIENCE)
+        self._phase = (START_UP, START_UP_PATIENCE)
         self._stack = [self._phase]
         self._count = 0
         self._listens_to = range(1, world.world_size) if world.global_rank == 0 else range(1)
@@ -157,15 +92,10 @@ class Watchdog:
         self._finishing = self._stopped = False
         self._ending = threading.Lock()
         self._parent = os.getppid()
-        self._mates: dict[int, int] = {}
-        self._num_mates = 0
-        self._node = _node_key()
-        self._watch_processes = watch_processes and hasattr(os, "pidfd_open")
         self._epoll = select.epoll()
         self._take_signals()
-        if self._watch_processes:
-            self._store.set(f"beat/{world.global_rank}", json.dumps(asdict(Beat(0))))  # before anybody can suspect this rank
-            self._store.append(f"processes/{self._node}", f"{world.global_rank}:{os.getpid()};")  # type: ignore[attr-defined]
+        watches = watch_processes and hasattr(os, "pidfd_open")
+        self._mates = Mates(self._store, world.global_rank, self._epoll) if watches else None
         self._threads = [threading.Thread(target=loop, daemon=True) for loop in (self._heart, self._ears)]
         for thread in self._threads:
             thread.start()
@@ -194,7 +124,7 @@ class Watchdog:
         the name begins with ``start-up``.
         """
         if patience is None:
-            patience = _START_UP_PATIENCE if name.startswith(START_UP) else 1.0
+            patience = START_UP_PATIENCE if name.startswith(START_UP) else 1.0
         here = (name, patience)
         self._stack.append(here)
         self._phase = here
@@ -261,8 +191,10 @@ class Watchdog:
         signal.set_wakeup_fd(self._wakeup_fd)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        for descriptor in (*self._pipe, *self._mates):
+        for descriptor in self._pipe:
             os.close(descriptor)
+        if self._mates is not None:
+            self._mates.close()
         self._epoll.close()
 
     def _hear(self, number: int) -> None:
@@ -293,9 +225,8 @@ class Watchdog:
                 if descriptor == self._pipe[0]:
                     for number in os.read(descriptor, 256):
                         self._hear(number)
-                else:
-                    self._epoll.unregister(descriptor)
-                    self._suspects.append(self._mates[descriptor])
+                elif self._mates is not None:
+                    self._suspects.append(self._mates.ended(descriptor))
                     self._wake.set()
             now = time.monotonic()
             if now - last > 1.0:
@@ -351,26 +282,10 @@ class Watchdog:
         self._seen += [rank for rank in self._listens_to if rank not in self._seen and self._store.check([f"beat/{rank}"])]
         for rank, text in zip(self._seen, self._store.multi_get([f"beat/{rank}" for rank in self._seen]), strict=True):
             self._pulse.observe(rank, Beat(**json.loads(text)), now)
-        if self._watch_processes:
-            self._meet_mates()
+        if self._mates is not None:
+            self._suspects += self._mates.meet()
         if self._done.is_set() and self._pulse.all_done:
             self._all_done.set()
-
-    def _meet_mates(self) -> None:
-        """Open a pidfd, which tells of a process's end at once, for every rank that has signed in on this node since."""
-        entries = self._store.get(f"processes/{self._node}").decode().rstrip(";").split(";")
-        for entry in entries[self._num_mates :]:
-            rank, pid = (int(part) for part in entry.split(":"))
-            if rank == self._world.global_rank:
-                continue
-            try:
-                descriptor = os.pidfd_open(pid)
-            except ProcessLookupError:
-                self._suspects.append(rank)
-            else:
-                self._mates[descriptor] = rank
-                self._epoll.register(descriptor, select.EPOLLIN)
-        self._num_mates = len(entries)
 
     def _judge(self) -> None:
         while self._suspects:
@@ -381,7 +296,7 @@ class Watchdog:
         now = time.monotonic()
         # Once a signal's alert is over, a rank that never came up is what the launcher's signal was about.
         alert_is_over = 0.0 < self._alert_until < now
-        late = self._pulse.overdue(now, unseen_limit_s=0.0 if alert_is_over else _UNSEEN_LIMIT_S)
+        late = self._pulse.overdue(now, unseen_limit_s=0.0 if alert_is_over else UNSEEN_LIMIT_S)
         if late is not None:
             self._end_by(self._record(Verdict("lost", late, self._pulse.phase(late))))
 
@@ -452,12 +367,6 @@ def _is_echo(error: BaseException) -> bool:
     return isinstance(error, dist.DistError | ConnectionError) or (
         isinstance(error, RuntimeError) and re.search(words, str(error), re.IGNORECASE) is not None
     )
-
-
-def _node_key() -> str:
-    """Equal for processes that can see each other's process ids."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot}:{os.readlink('/proc/self/ns/pid')}"
 
 
 def _exit() -> NoReturn:

@@ -24,7 +24,8 @@ from spawn import free_port, rank_environment, start_process
 from train_support import promised
 
 from megatron_ppo.bridge import Bridge
-from megatron_ppo.watchdog import Beat, Pulse, Watchdog, _is_echo
+from megatron_ppo.heartbeat import Beat, Pulse
+from megatron_ppo.watchdog import Watchdog, _is_echo
 from megatron_ppo.world import World, init_world
 
 PHASE = "weight sync v3"
