@@ -33,7 +33,8 @@ install() {
     fi
 }
 
-pip_install() { "$venv/bin/python" -m pip install -qq --disable-pip-version-check "$@"; }  # errors only
+if [ -t 1 ]; then verbosity=(); else verbosity=(-qq); fi  # progress for who watches, else errors only
+pip_install() { "$venv/bin/python" -m pip install "${verbosity[@]}" --disable-pip-version-check "$@"; }
 
 base() {
     echo "setup: installing torch (some minutes and about 4 GB for all)"
