@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -202,6 +203,8 @@ class Job:
 
     folder: Path
     output: str
+    flags: Sequence[str] = ()
+    """Of the program, without its name."""
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -215,13 +218,38 @@ class Job:
 
 
 def run_job(inputs: Path, run_dir: Path, num_ranks: int, *, timeout_s: float = 500.0, **fields: object) -> Job:
-    """One torchrun of ``tiny_flags`` to its end, which must be a good one."""
-    with Processes(run_dir.parent / f"log_{len(list(run_dir.parent.iterdir()))}") as processes:
-        processes.torchrun(num_ranks, [*PROGRAM, *tiny_flags(inputs, run_dir, **fields)])
+    """One torchrun of ``tiny_flags`` to its end, which must be a good one; nothing of it outlives it."""
+    flags = tiny_flags(inputs, run_dir, **fields)
+    with Processes(run_dir.parent / f"log_{len(list(run_dir.parent.iterdir()))}", {"WANDB_MODE": "offline"}) as processes:
+        processes.torchrun(num_ranks, [*PROGRAM, *flags])
         code = processes.wait(timeout_s)
         assert code == 0, processes.output()
         assert processes.alive() == []
-        return Job(run_dir, processes.output())
+        return Job(run_dir, processes.output(), flags)
+
+
+def stopped_after(run_dir: Path, iteration: int, copy: Path) -> Path:
+    """``copy``: the run's folder as it was when so many iterations were finished and saved, so that a launch there goes on from them.
+
+    Later checkpoints and records are not in it: what is found there afterwards is that launch's own.
+    """
+    shutil.copytree(run_dir, copy)
+    newest = f"iter_{iteration:07d}"
+    assert (copy / "checkpoints" / newest / "COMPLETE").exists()
+    for folder in (copy / "checkpoints").glob("iter_*"):
+        if folder.name > newest:
+            shutil.rmtree(folder)
+    (copy / "checkpoints" / "latest").write_text(f"{newest}\n", encoding="utf-8")
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        write_lines(copy / name, [row for row in read_lines(copy / name) if row["iteration"] < iteration])
+    return copy
+
+
+def forget_last_greedy(run_dir: Path, last: int) -> None:
+    """Drop the greedy answers of an iteration that was the last of its launch, but is not ``last``, the run's: the one that a
+    run in one go has not."""
+    rows = read_lines(run_dir / "samples.jsonl")
+    write_lines(run_dir / "samples.jsonl", [row for row in rows if not row["greedy"] or row["iteration"] in (0, last)])
 
 
 def promised(seconds: float) -> float:
@@ -235,6 +263,11 @@ def promised(seconds: float) -> float:
 def read_lines(file: Path) -> list[dict[str, Any]]:
     """The records of a JSONL file."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
+
+
+def write_lines(file: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """The opposite of ``read_lines``."""
+    file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 
 def warnings_in(text: str) -> list[str]:
