@@ -1,19 +1,31 @@
-"""Exact resume of whole jobs: real torchrun, megatron-core and vLLM; six iterations at once, and three and then three more."""
+"""Exact resume of a whole job that really stops: six iterations at once, and three and then three more; another mesh; another meaning.
+
+Real torchruns of two training ranks and one that samples. The same with vLLM on other meshes: ``test_train.py``.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from train_support import PROGRAM, Processes, make_inputs, read_lines, tiny_flags
+from train_support import PROGRAM, Job, Processes, forget_last_greedy, make_inputs, read_lines, run_job, tiny_flags
 
 from benchmarks.fault_judge import differences, saved_tensors
 
 LAUNCH_TIMEOUT_S = 400.0
-PPO = {"kl_coef": 0.05, "kl_target": 0.5, "lr_warmup_steps": 5, "clip_grad": 0.5, "num_logged_samples": 32}
-"""What has state: an adaptive KL controller, a schedule, Adam's moments of two networks."""
+JOB: dict[str, object] = {
+    "critic": "shared",
+    "params_dtype": "bfloat16",
+    "kl_coef": 0.05,
+    "kl_target": 0.5,
+    "lr_warmup_steps": 5,
+    "clip_grad": 0.5,
+    "num_logged_samples": 32,
+    "rollout_backend": "hf",
+}
+"""What has state: an adaptive KL controller, a schedule, Adam's moments and fp32 masters."""
+TP2 = JOB | {"tensor_model_parallel_size": 2}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -24,62 +36,36 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def launch(inputs: Path, run_dir: Path, **fields: object) -> str:
-    """One torchrun of four ranks to its end; what it printed."""
-    with Processes(run_dir.parent / f"log_{len(list(run_dir.parent.iterdir()))}", {"WANDB_MODE": "offline"}) as processes:
-        processes.torchrun(4, [*PROGRAM, *tiny_flags(inputs, run_dir, **(PPO | {"rollout_world_size": 2} | fields))])
-        code = processes.wait(LAUNCH_TIMEOUT_S)
-        assert code == 0, processes.output()
-        assert processes.alive() == []
-        return processes.output()
+@pytest.fixture(scope="module")
+def whole(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """Six iterations in one go, saved when they are finished and not before."""
+    return run_job(inputs, tmp_path_factory.mktemp("whole") / "run", 3, train_iters=6, save_interval=6, **TP2)
 
 
-def merged(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without the greedy answers of an iteration that was the last of its launch, but not of the run."""
-    return [row for row in samples if not row["greedy"] or row["iteration"] in (0, 5)]
+def test_b84_b86_three_and_three_are_six_bit_for_bit(inputs: Path, tmp_path: Path, whole: Job) -> None:
+    """Weights, masters, moments, random states, controller, counters; every metric but times; every sample. Saving changes nothing."""
+    run_job(inputs, tmp_path / "run", 3, train_iters=3, save_interval=3, **TP2)
+    halves = run_job(inputs, tmp_path / "run", 3, train_iters=6, save_interval=3, **TP2)
+    assert "resuming after iteration 3 from" in halves.output
+    forget_last_greedy(halves.folder, 5)
+    assert differences(whole.folder, halves.folder, 6) == []
+    newest = halves.folder / "checkpoints" / "iter_0000006"
+    assert len(saved_tensors(newest / "megatron")) > 20
+    assert [record["iteration"] for record in halves.metrics] == list(range(6))
+    state = json.loads((newest / "state.json").read_text())
+    assert state["iteration"] == state["version"] == 6 and state["kl_coef"] != JOB["kl_coef"]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"tensor_model_parallel_size": 2, "loggers": ["wandb"]},
-        {"pipeline_model_parallel_size": 2, "rollout_tensor_parallel_size": 2, "async_save": True, "params_dtype": "bfloat16"},
-        {"critic": "shared", "use_distributed_optimizer": True},
-    ],
-    ids=["TP2, TP1 x 2", "PP2, TP2", "DP2, TP1 x 2"],
-)
-def test_b84_b86_three_and_three_are_six_bit_for_bit(inputs: Path, tmp_path: Path, fields: dict[str, object]) -> None:
-    """Weights, masters, moments, random states, controller, counters; every metric but times; every sample."""
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    launch(inputs, whole, train_iters=6, save_interval=3, **fields)
-    launch(inputs, halves, train_iters=3, save_interval=3, **fields)
-    assert "resuming after iteration 3 from" in launch(inputs, halves, train_iters=6, save_interval=3, **fields)
-    for folder in (whole, halves):
-        rows = merged(read_lines(folder / "samples.jsonl"))
-        (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert differences(whole, halves, 6) == []
-    assert len(saved_tensors(whole / "checkpoints" / "iter_0000006" / "megatron")) > 20
-    assert [record["iteration"] for record in read_lines(halves / "metrics.jsonl")] == list(range(6))
-    state = json.loads((halves / "checkpoints" / "iter_0000006" / "state.json").read_text())
-    assert state["iteration"] == state["version"] == 6 and state["kl_coef"] != 0.05
-    if "loggers" in fields:
-        runs = {path.name.rpartition("-")[2] for path in (halves / "wandb").glob("offline-run-*")}
-        assert runs == {state["wandb_run_id"]}, "both launches are one run of Weights & Biases"
-
-
-def test_b89_another_mesh_goes_on_with_a_notice_and_another_meaning_is_refused(inputs: Path, tmp_path: Path) -> None:
+def test_b89_another_mesh_goes_on_with_a_notice_and_another_meaning_is_refused(inputs: Path, tmp_path: Path, whole: Job) -> None:
     """TP2 -> PP2 by the name of another run's checkpoint; then a learning rate that was not allowed to change."""
-    first, second = tmp_path / "first", tmp_path / "second"
-    launch(inputs, first, train_iters=1, save_interval=1, tensor_model_parallel_size=2, rollout_backend="hf")
-    checkpoint = first / "checkpoints" / "iter_0000001"
-    change: dict[str, object] = {"pipeline_model_parallel_size": 2, "rollout_backend": "hf", "train_iters": 2, "save_interval": 1}
-    text = launch(inputs, second, resume=checkpoint, **change)
-    assert "resuming after iteration 1 from" in text
-    assert "seeded anew" in text, "the notice on random states"
-    assert [record["iteration"] for record in read_lines(second / "metrics.jsonl")] == [1]
-    with Processes(tmp_path / "log") as processes:
-        flags = tiny_flags(inputs, second, **(PPO | {"rollout_world_size": 2, "lr": 1e-4} | change | {"train_iters": 3}))
-        processes.torchrun(4, [*PROGRAM, *flags])
+    checkpoint = whole.folder / "checkpoints" / "iter_0000006"
+    change: dict[str, object] = JOB | {"resume": checkpoint, "save_interval": 1}
+    job = run_job(inputs, tmp_path / "run", 3, train_iters=7, pipeline_model_parallel_size=2, **change)
+    assert "resuming after iteration 6 from" in job.output
+    assert "seeded anew" in job.output, "the notice on random states"
+    assert [record["iteration"] for record in read_lines(job.folder / "metrics.jsonl")] == [6]
+    with Processes(tmp_path / "log") as processes:  # a mesh of one rank, too, would only be noticed
+        processes.torchrun(2, [*PROGRAM, *tiny_flags(inputs, job.folder, **(change | {"train_iters": 8, "lr": 1e-4}))])
         assert processes.wait(LAUNCH_TIMEOUT_S) != 0
         output = processes.output()
     assert "field  in the checkpoint  now" in output
