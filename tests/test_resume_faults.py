@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
 
 import pytest
-from train_support import PROGRAM, Processes, make_inputs, promised, read_lines, tiny_flags
+from train_support import PROGRAM, Processes, make_inputs, promised, read_lines, stopped_after, tiny_flags
 
 from benchmarks.fault_judge import checkpoint_faults, differences, newest_iteration
 from megatron_ppo.checkpoint import check_checkpoint
@@ -45,9 +46,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run folder of three iterations that nobody touched."""
+    """Run folder of three iterations that nobody touched, with the checkpoints of all of them."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    assert launch(inputs, folder, train_iters=3, save_interval=1)[0] == 0
+    assert launch(inputs, folder, train_iters=3, save_interval=1, keep_checkpoints=3)[0] == 0
     return folder / "run"
 
 
@@ -57,21 +58,21 @@ def flags(inputs: Path, folder: Path, **fields: object) -> list[str]:
     return tiny_flags(inputs, folder / "run", **(job | fields))
 
 
-def launch(inputs: Path, folder: Path, limit: str | None = None, **fields: object) -> tuple[int, str]:
+def launch(inputs: Path, folder: Path, limit: str | None = None, num_ranks: int = 3, **fields: object) -> tuple[int, str]:
     """One torchrun to its end: its exit code and what was printed. Nothing of it is left then."""
     log = folder / f"log{len(list(folder.glob('log*')))}"
     with Processes(log) as processes:
-        start(processes, [*PROGRAM, *flags(inputs, folder, **fields)], None if limit is None else (inputs, limit))
+        start(processes, [*PROGRAM, *flags(inputs, folder, **fields)], None if limit is None else (inputs, limit), num_ranks)
         code = processes.wait(LAUNCH_TIMEOUT_S)
         assert processes.alive() == []
         return code, processes.output()
 
 
-def start(processes: Processes, program: list[str], limited: tuple[Path, str] | None) -> None:
+def start(processes: Processes, program: list[str], limited: tuple[Path, str] | None, num_ranks: int = 3) -> None:
     """Two training ranks and a rollout rank. ``limited``: each of them by way of the script in that folder."""
     if limited is not None:
         program = [str(limited[0] / "limited.py"), limited[1], *program]
-    processes.torchrun(3, program)
+    processes.torchrun(num_ranks, program)
 
 
 def start_endless(processes: Processes, inputs: Path, folder: Path, limited: str | None = None) -> None:
@@ -109,46 +110,80 @@ def preempted_after(run_dir: Path) -> int:
     return iteration
 
 
-# -- signals and requests ---------------------------------------------------------------------------------------------
+# -- signals, requests, and a folder that cannot be written -----------------------------------------------------------
 
 
 def test_b90_signals_save_at_a_boundary_and_the_run_goes_on_from_there(inputs: Path, tmp_path: Path) -> None:
-    """B90: SAVE_NOW and SIGUSR1 save and go on; SIGTERM to a rank, or to torchrun, saves, marks and ends; a second one does no harm."""
-    run_dir = tmp_path / "run"
+    """B90: SAVE_NOW and SIGUSR1 save and go on; SIGTERM to torchrun, or to a rank, saves, marks and ends; a second one does no harm.
+
+    Where the folder cannot be written a request is a warning and the run goes on, also to the next one; the save that a SIGTERM asks for
+    must succeed. Three launches of one run: each goes on where the one before was stopped.
+    """
+    run_dir, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
     with Processes(tmp_path / "first") as processes:
-        start_endless(processes, inputs, tmp_path)
-        assert latest_iteration(run_dir) == 0
-        (run_dir / "SAVE_NOW").touch()
-        touched = wait_for_checkpoint(processes, run_dir, after=0)
-        processes.wait_until(lambda: not (run_dir / "SAVE_NOW").exists(), "the request to be taken back", 10.0)
-        os.kill(processes.rank(1), signal.SIGUSR1)
-        asked = wait_for_checkpoint(processes, run_dir, after=touched)
-        wait_for_an_iteration(processes)
-        assert latest_iteration(run_dir) == asked, "one request, one checkpoint"
-        os.kill(processes.rank(2), signal.SIGTERM)
-        signal_in_the_save(processes, run_dir)
-        assert processes.wait(promised(30.0)) == 0, processes.output()
-        assert processes.alive() == []
-        output = processes.output()
-    assert " lost in phase " not in output and " failed in phase " not in output, output
-    first = preempted_after(run_dir)
+        start_endless(processes, inputs, tmp_path, "no override of modes")
+        asked = assert_requests_are_met(processes, run_dir)
+        processes.started[0].send_signal(signal.SIGTERM)
+        assert processes.wait(promised(30.0)) == 1, "torchrun's own code, whatever its ranks' were"
+        first = assert_stopped_at_a_boundary(processes, run_dir)
     assert first > asked
     with Processes(tmp_path / "second") as processes:
         start_endless(processes, inputs, tmp_path)
         assert f"resuming after iteration {first} from" in processes.output()
         assert not (run_dir / "PREEMPTED").exists()
-        processes.started[0].send_signal(signal.SIGTERM)
-        assert processes.wait(promised(30.0)) == 1, "torchrun's own code, whatever its ranks' were"
+        os.kill(processes.rank(2), signal.SIGTERM)
+        signal_in_the_save(processes, run_dir)
+        assert processes.wait(promised(30.0)) == 0, processes.output()
+        second = assert_stopped_at_a_boundary(processes, run_dir)
+    assert second > first
+    with Processes(tmp_path / "third") as processes:
+        start_endless(processes, inputs, tmp_path, "no override of modes")
+        assert f"resuming after iteration {second} from" in processes.output()
+        checkpoints.chmod(0o555)
+        os.kill(processes.rank(1), signal.SIGTERM)
+        code, output = processes.wait(promised(30.0)), processes.output()
         assert processes.alive() == []
-        output = processes.output()
+        checkpoints.chmod(0o755)
+    assert code == 1
+    assert re.search(rf" failed in phase save of iteration [0-9]+: .*{NOT_WRITTEN.format('[0-9]+')}.*Permission denied", output), output
+    assert not (run_dir / "PREEMPTED").exists(), "what was done after the newest checkpoint is not saved"
+    assert newest_iteration(run_dir) == second and checkpoint_faults(run_dir) == []
+
+
+def assert_requests_are_met(processes: Processes, run_dir: Path) -> int:
+    """A file, then one while nothing can be written, then a signal; the iteration of the last checkpoint."""
+    assert latest_iteration(run_dir) == 0
+    (run_dir / "SAVE_NOW").touch()
+    touched = wait_for_checkpoint(processes, run_dir, after=0)
+    wait_until_taken_back(processes, run_dir)
+    (run_dir / "checkpoints").chmod(0o555)
+    (run_dir / "SAVE_NOW").touch()
+    wait_until_taken_back(processes, run_dir)
+    wait_for_an_iteration(processes)
+    assert latest_iteration(run_dir) == touched, processes.output()
+    (run_dir / "checkpoints").chmod(0o755)
+    os.kill(processes.rank(1), signal.SIGUSR1)
+    asked = wait_for_checkpoint(processes, run_dir, after=touched)
+    wait_for_an_iteration(processes)
+    assert latest_iteration(run_dir) == asked, "one request, one checkpoint"
+    warnings = re.findall(rf"^warning: {NOT_WRITTEN.format('([0-9]+)')}.*Permission denied.*goes on$", processes.output(), re.M)
+    assert len(warnings) == 1 and touched < int(warnings[0]) < asked, processes.output()
+    return asked
+
+
+def wait_until_taken_back(processes: Processes, run_dir: Path) -> None:
+    """Until the run has removed the file that asks for a checkpoint."""
+    processes.wait_until(lambda: not (run_dir / "SAVE_NOW").exists(), "the request to be taken back", 60.0)
+
+
+def assert_stopped_at_a_boundary(processes: Processes, run_dir: Path) -> int:
+    """All have ended, none was missed, failed or had to be killed, and everything is on the disk; finished iterations."""
+    assert processes.alive() == []
+    output = processes.output()
     assert " lost in phase " not in output and " failed in phase " not in output, output
     assert "forcefully exiting via" not in output, output
-    second = preempted_after(run_dir)
-    assert second > first
-    code, output = launch(inputs, tmp_path, train_iters=second + 1)
-    assert code == 0 and f"resuming after iteration {second} from" in output, output
-    assert newest_iteration(run_dir) == second + 1, "the end of a run that has checkpoints is one of them"
-    assert [record["iteration"] for record in read_lines(run_dir / "metrics.jsonl")] == list(range(second + 1))
+    assert (run_dir / "learning_curve.png").exists()
+    return preempted_after(run_dir)
 
 
 def signal_in_the_save(processes: Processes, run_dir: Path) -> None:
@@ -162,68 +197,39 @@ def signal_in_the_save(processes: Processes, run_dir: Path) -> None:
         os.kill(pid, signal.SIGTERM)
 
 
-# -- disks ------------------------------------------------------------------------------------------------------------
+# -- a full disk, and damage ------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_costs_the_checkpoint_and_not_the_state(inputs: Path, tmp_path: Path, undisturbed: Path) -> None:
-    """No file may be as large as a checkpoint's: training goes on to the last one, which must succeed. Older ones stay and are resumed."""
-    run_dir = tmp_path / "run"
-    assert launch(inputs, tmp_path, train_iters=1, save_interval=1)[0] == 0
+def test_b82_a_full_disk_costs_a_checkpoint_and_a_damaged_one_is_passed_over(inputs: Path, tmp_path: Path, undisturbed: Path) -> None:
+    """No file may be as large as a checkpoint's: training goes on to the last one, which must succeed; older ones stay.
+
+    B82: then one bit of the newest is wrong; the run warns, goes on from the older one, and ends as if nothing had been. Then all are.
+    """
+    run_dir = stopped_after(undisturbed, 1, tmp_path / "run")
     code, output = launch(inputs, tmp_path, "small files", train_iters=3, save_interval=1)
     assert code == 1
     assert re.search(rf"^warning: {NOT_WRITTEN.format(2)}.*File too large.*training goes on$", output, re.M), output
     assert re.search(rf" failed in phase save of iteration 3: .*{NOT_WRITTEN.format(3)}.*File too large", output), output
     assert [record["iteration"] for record in read_lines(run_dir / "metrics.jsonl")] == [0, 1, 2]
     assert newest_iteration(run_dir) == 1 and checkpoint_faults(run_dir) == []
-    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["iter_0000001", "latest"]
-    code, output = launch(inputs, tmp_path, train_iters=3, save_interval=1)
-    assert code == 0 and "resuming after iteration 1 from" in output
-    assert differences(undisturbed, run_dir, 3) == []
+    checkpoints = run_dir / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["iter_0000001", "latest"]
 
-
-def test_a_folder_that_cannot_be_written_is_said_and_may_be_mended(inputs: Path, tmp_path: Path) -> None:
-    """A request that fails is a warning and the run goes on, also to the next one; the save that a SIGTERM asks for must succeed."""
-    run_dir, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
-    with Processes(tmp_path / "log") as processes:
-        start_endless(processes, inputs, tmp_path, "no override of modes")
-        checkpoints.mkdir()
-        for number, mode in enumerate((0o755, 0o555, 0o755)):
-            before = latest_iteration(run_dir)
-            checkpoints.chmod(mode)
-            (run_dir / "SAVE_NOW").touch()
-            processes.wait_until(lambda: not (run_dir / "SAVE_NOW").exists(), f"request {number}", 60.0)
-            wait_for_an_iteration(processes)
-            assert (latest_iteration(run_dir) > before) == (mode == 0o755), processes.output()
-        newest = latest_iteration(run_dir)
-        checkpoints.chmod(0o555)
-        os.kill(processes.rank(1), signal.SIGTERM)
-        code, output = processes.wait(promised(30.0)), processes.output()
-        assert processes.alive() == []
-        checkpoints.chmod(0o755)
-    warnings = re.findall(rf"^warning: {NOT_WRITTEN.format('([0-9]+)')}.*Permission denied.*goes on$", output, re.M)
-    assert len(warnings) == 1 and int(warnings[0]) < newest, output
-    assert code == 1
-    assert re.search(rf" failed in phase save of iteration [0-9]+: .*{NOT_WRITTEN.format('[0-9]+')}.*Permission denied", output), output
-    assert not (run_dir / "PREEMPTED").exists(), "what was done after the newest checkpoint is not saved"
-    assert newest_iteration(run_dir) == newest and checkpoint_faults(run_dir) == []
-
-
-# -- damage -----------------------------------------------------------------------------------------------------------
-
-
-def test_b82_a_damaged_checkpoint_is_passed_over_for_the_one_before(inputs: Path, tmp_path: Path, undisturbed: Path) -> None:
-    """B82: one bit of the newest is wrong; the run warns, goes on from the older one, and ends as if nothing had been. Then all are."""
-    run_dir = tmp_path / "run"
-    assert launch(inputs, tmp_path, train_iters=2, save_interval=1)[0] == 0
-    file = flip_a_bit(run_dir / "checkpoints" / "iter_0000002")
-    code, output = launch(inputs, tmp_path, train_iters=3, save_interval=1)
+    damaged = checkpoints / "iter_0000002"
+    shutil.copytree(undisturbed / "checkpoints" / damaged.name, damaged)
+    (checkpoints / "latest").write_text(f"{damaged.name}\n", encoding="utf-8")
+    file = flip_a_bit(damaged)
+    code, output = launch(inputs, tmp_path, train_iters=3)
     assert code == 0, output
-    assert re.search(rf"^WARNING: the checkpoint \S*iter_0000002 cannot .*\n?.*{re.escape(file.name)} is damaged", output, re.M), output
+    assert re.search(rf"^WARNING: the checkpoint \S*{damaged.name} cannot .*\n?.*{re.escape(file.name)} is damaged", output, re.M), output
     assert "resuming after iteration 1 from" in output
+    assert newest_iteration(run_dir) == 3, "the end of a run that has checkpoints is one of them"
     assert differences(undisturbed, run_dir, 3) == []
-    for folder in (run_dir / "checkpoints").glob("iter_*"):
-        flip_a_bit(folder)
-    code, output = launch(inputs, tmp_path, train_iters=4, save_interval=1)
+
+    for folder in checkpoints.glob("iter_*"):
+        if folder != damaged:
+            flip_a_bit(folder)
+    code, output = launch(inputs, tmp_path, num_ranks=2, tensor_model_parallel_size=1, train_iters=4, save_interval=1)
     assert code == 1
     assert "no checkpoint in" in output and "--resume never" in output and "megatron_ppo/run.py" not in output, output
     assert len(read_lines(run_dir / "metrics.jsonl")) == 3, "nothing was touched"
