@@ -161,7 +161,7 @@ def run_case(case: Case, backend_class: type[TrainingBackend] | None = None) -> 
         )
         batches = cut(mine, case.micro_batch_size, backend.length_multiple)
         if case.num_dummies:
-            batches += [dummy(batches[0])] * case.num_dummies[backend.dp_rank]
+            batches += [dummy((batches or cut((0,), 1, backend.length_multiple))[0])] * case.num_dummies[backend.dp_rank]
         probe = cut(range(ROWS), 3, backend.length_multiple)
         result: dict[str, Any] = {"before": _outputs(backend, probe, case), "steps": {}, "dp_rank": backend.dp_rank}
         for role in case.roles:

@@ -6,7 +6,6 @@ Whole jobs and real vLLM are in ``test_other_model_jobs.py``.
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,10 @@ from megatron_parity_support import (
     hugging_face_log_probs,
     ppo_like_loss,
     run_case,
-    run_cases,
 )
 from other_models import COMMON, CONFIGS, make_other
 from safetensors.torch import load_file, save_file
 from spawn import run_ranks
-from toy_models import make_toy
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from megatron_ppo import families
@@ -212,23 +209,3 @@ def test_two_shards_compute_and_learn_as_one_process_does(
             hidden = torch.cat([critic.base_model(fixed_rows([row]).tokens).last_hidden_state[0, :-1] for row in range(ROWS)])
             values = critic.score(hidden)[:, 0]
         assert difference({"x": values}, {"x": two_ranks[0][kind]["after"]["actor.values"]}) < 1e-5
-
-
-@pytest.mark.slow
-def test_b26_an_export_of_fsdp_is_that_of_megatron(tmp_path: Path) -> None:
-    """B26: the same weights under the same names, bit for bit; nothing of a wrapper is in them. Also what transformers stored."""
-    models = {"qwen2": str(make_toy(tmp_path / "qwen2", "qwen2")), "mixture": str(make_toy(tmp_path / "mixture", "qwen3_moe"))}
-
-    def cases(backend: str) -> dict[str, Case]:
-        options = {"critic": "shared", "backend": backend}
-        return {kind: Case(fields=fields(models, kind, **options), num_steps=0, export=str(tmp_path / backend / kind)) for kind in models}
-
-    run_ranks(run_fsdp, 2, cases("fsdp"))
-    run_ranks(run_cases, 1, cases("megatron"))
-    for kind, folder in models.items():
-        ours, theirs = (load_file(tmp_path / backend / kind / "actor" / "model.safetensors") for backend in ("fsdp", "megatron"))
-        source = load_file(Path(folder) / "model.safetensors")
-        assert ours.keys() == theirs.keys() == source.keys()
-        assert all(torch.equal(ours[name], source[name]) and torch.equal(theirs[name], source[name]) for name in source)
-        configs = [json.loads((tmp_path / backend / kind / "actor" / "config.json").read_text()) for backend in ("fsdp", "megatron")]
-        assert configs[0] == configs[1]

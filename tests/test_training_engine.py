@@ -124,6 +124,7 @@ def two_ranks(models: dict[str, str]) -> list[Results]:
         "pp2 nan advantage": Case(ppo(models, **ONE_STEP, **pp2), poison="advantage"),
         "dp2 nan weight": Case(ppo(models), poison="weight"),
         "fsdp": Case(ppo(models, **FSDP), num_updates=2),
+        "fsdp padded": Case(ppo(models, **FSDP), length=40, pad_token=9),
         "fsdp max tokens": Case(ppo(models, max_tokens_per_micro_batch=16, **FSDP)),
         "fsdp five rows": Case(ppo(models, global_batch_size=5, **UNEVEN, **FSDP), rows=FIVE),
         "fsdp one row": Case(ppo(models, global_batch_size=1, **UNEVEN, **FSDP), rows=ONE),
@@ -177,7 +178,7 @@ def test_b59_no_split_or_padding_of_a_batch_changes_an_update(single: Results, s
         assert {n for _, _, n in single[split]["steps"]} != {1}
 
 
-@pytest.mark.parametrize("name", ["dp2", "dp2 max tokens", "pp2", "fsdp max tokens"])
+@pytest.mark.parametrize("name", ["dp2", "dp2 max tokens", "pp2", "fsdp max tokens", "fsdp padded"])
 def test_b52_b96_data_parallel_and_pipeline_ranks_train_as_one(single: Results, two_ranks: list[Results], name: str) -> None:
     """Whitening is over the whole batch, not a rank's share of it, and the same bits on every rank; all stages finish."""
     first, second = two_ranks[0][name], two_ranks[1][name]

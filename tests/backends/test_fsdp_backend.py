@@ -10,6 +10,7 @@ import gc
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -30,6 +31,11 @@ from safetensors.torch import load_file, save_file
 from spawn import run_ranks
 from toy_models import LLAMA31, make_toy
 
+from megatron_ppo.config import Config
+from megatron_ppo.packing import make_micro_batch
+from megatron_ppo.rollout_engine import make_trajectories
+from megatron_ppo.types import Prompt, Sampling
+
 pytestmark = pytest.mark.timeout(900)  # a launch of many cases counts as the time of the test that asks first
 
 Results = dict[str, dict[str, Any]]
@@ -40,21 +46,31 @@ SIX_TOKENS = (1, 3)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Folders of toy models: a tied one, a mixture, one whose heads are wider than hidden / heads under the ropes of Llama 3.1, one with a
-    score head; and each family with both heads."""
+    """Folders of toy models: tied ones, a mixture, one whose heads are wider than hidden / heads under the ropes of Llama 3.1, one with a
+    score head; and each family with both heads: Llama's config is silent about the width of its heads, Qwen3's are wider than that."""
     root = tmp_path_factory.mktemp("models")
     paths = {"plain": make_toy(root / "plain"), "tied": make_toy(root / "tied", tied=True)}
     paths["mixture"] = make_toy(root / "mixture", "qwen3_moe")
-    paths["wide"] = make_toy(root / "wide", head_dim=32, rope_scaling=LLAMA31)
+    paths["wide"] = make_toy(root / "wide", head_dim=128, rope_scaling=LLAMA31)
     paths["score"] = make_toy(root / "score", score_head=True, seed=3)
     head = load_file(paths["score"] / "model.safetensors")["score.weight"]
     for family in FAMILIES:
-        paths[family] = make_toy(root / family, family)
-        file = paths[family] / "model.safetensors"
-        save_file(load_file(file) | {"score.weight": head}, file, metadata={"format": "pt"})
+        paths[family] = make_toy(root / family, family, head_dim=32 if family == "qwen3" else None)
+        add_tensors(paths[family], {"score.weight": head})
+        paths[f"tied {family}"] = make_toy(root / f"tied {family}", family, tied=True)
+    settings = json.loads((paths["llama"] / "config.json").read_text())
+    (paths["llama"] / "config.json").write_text(json.dumps({**settings, "head_dim": None}))
+    paths["extra"] = make_toy(root / "extra", "qwen2")
+    add_tensors(paths["extra"], {"model.layers.1.self_attn.o_proj.bias": torch.zeros(64)})
     (paths["mixture"] / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
     (paths["mixture"] / "tokenizer_config.json").write_text("{}")
     return {name: str(path) for name, path in paths.items()}
+
+
+def add_tensors(folder: Path, more: Mapping[str, torch.Tensor]) -> None:
+    """Write them into a model's file."""
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | dict(more), file, metadata={"format": "pt"})
 
 
 def on_fsdp(settings: Mapping[str, object], **changes: object) -> dict[str, object]:
@@ -76,11 +92,12 @@ def cases(models: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         "mixture": {"fields": fields(models, "mixture")},
         "wide": {"fields": fields(models, "wide")},
         "all roles": {"fields": all_roles(models), "roles": both},
+        **{f"separate {name}": {"fields": fields(models, f"tied {name}", critic="separate"), "roles": both} for name in ("qwen2", "qwen3")},
         "six tokens": {"fields": fields(models, "plain"), "rows": SIX_TOKENS, "micro_batch_size": 1},
         "decay": {"fields": fields(models, "qwen2", critic="shared", weight_decay=0.5)},
         "no clipping": {"fields": fields(models, "plain", clip_grad=0.0)},
         "adam": {"fields": adam(models, model_path=models["plain"])},
-        "bf16": {"fields": adam(models, model_path=models["plain"], params_dtype="bfloat16")},
+        "bf16": {"fields": adam(models, model_path=models["wide"], params_dtype="bfloat16", kl_coef=0.1)},
         "nan": {"fields": adam(models, model_path=models["plain"], lr_warmup_steps=4), "poison": "nan", "num_steps": 3},
         "no tokens": {"fields": adam(models, model_path=models["plain"], lr_warmup_steps=4), "poison": "no_tokens", "num_steps": 3},
     }
@@ -91,10 +108,11 @@ EXPORTED = ("tied", "mixture", "wide", "qwen2", "qwen3")
 
 
 def written(models: Mapping[str, str], root: Path, **changes: object) -> dict[str, Case]:
-    """No step: what is exported is what was loaded."""
-    return {
-        f"write {name}": Case(fields(models, name, critic="shared", **changes), num_steps=0, export=str(root / name)) for name in EXPORTED
-    }
+    """No step: what is exported is what was loaded. "apart": a critic from a tied policy; "scored": from a folder with a head."""
+    settings = {name: fields(models, name, critic="shared") for name in EXPORTED}
+    settings["apart"] = fields(models, "tied qwen2", critic="separate")
+    settings["scored"] = fields(models, "tied", critic="separate", critic_path=models["score"])
+    return {f"write {name}": Case({**chosen, **changes}, num_steps=0, export=str(root / name)) for name, chosen in settings.items()}
 
 
 @pytest.fixture(scope="module")
@@ -104,20 +122,63 @@ def truth(models: dict[str, str], exports: Path) -> Results:
     return run_ranks(run_cases, 1, chosen, timeout_s=400)[0]
 
 
-def run_fsdp_cases(rank: int, world_size: int, cases: Mapping[str, Case]) -> Results:
-    """``run_cases`` with the backend under test."""
+def run_fsdp_cases(rank: int, world_size: int, cases: Mapping[str, Case], extras: Mapping[str, str] = MappingProxyType({})) -> Results:
+    """``run_cases`` with the backend under test, and the rotary frequencies that each of its networks has.
+
+    ``extras``: folder of a model to sample from ("sampled"), and of one that must be refused ("refused").
+    """
     from megatron_ppo.backends.fsdp import FSDPBackend
 
     torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
     torch.set_num_threads(1)
-    found = {}
+    found: Results = {}
+
+    class Backend(FSDPBackend):
+        """Shows its buffers."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            ropes.extend(
+                buffer.clone()
+                for network in self._networks.values()
+                for name, buffer in network.root.named_buffers()
+                if name.endswith("rotary_emb.inv_freq")
+            )
+
     try:
         for name, case in cases.items():
-            found[name] = run_case(case, FSDPBackend)
+            ropes: list[torch.Tensor] = []
+            found[name] = run_case(case, Backend) | {"ropes": ropes}
             gc.collect()
+        if "sampled" in extras:
+            found["extras"] = {"sampled": sample_and_score(Config().replace(**on_fsdp(fields({"": extras["sampled"]}, ""))), rank)}
+        if "refused" in extras:
+            with pytest.raises(ValueError) as error:
+                FSDPBackend(Config().replace(**on_fsdp(fields({"": extras["refused"]}, ""))), num_optimizer_steps=1)
+            found["extras"] |= {"refused": str(error.value)}
         return found
     finally:
         torch.distributed.destroy_process_group()
+
+
+def sample_and_score(config: Config, rank: int) -> dict[float, float]:
+    """Temperature -> mean distance of the rollout's log-probs of its tokens from the trainer's, over this rank's own samples."""
+    from megatron_ppo.backends.fsdp import FSDPBackend
+    from megatron_ppo.backends.hf import HFBackend
+
+    rollout = HFBackend(config.replace(max_prompt_length=8, max_response_length=8), seed=rank, load_weights=True)
+    trainer = FSDPBackend(config, num_optimizer_steps=1)
+    prompts, found = [[5, 6, 7], [8, 9], [10 + rank]], {}
+    for temperature in (0.5, 1.0, 1.3):
+        completions = rollout.generate(prompts, Sampling(max_response_length=8, temperature=temperature), [7, 8, 9])
+        requests = [(Prompt(number, tuple(prompt), ""), 0) for number, prompt in enumerate(prompts)]
+        batch = make_trajectories(requests, completions, [0.0] * len(prompts), version=0, metrics={})
+        (output,) = trainer.forward("actor", [make_micro_batch(batch, torch.arange(len(prompts)))], temperature=temperature)
+        assert output.log_probs is not None
+        pairs = zip(prompts, completions, output.log_probs, strict=True)
+        errors = [(row[len(p) - 1 :][: len(c.log_probs)] - torch.tensor(c.log_probs)).abs() for p, c, row in pairs]
+        found[temperature] = float(torch.cat(errors).mean())
+    return found
 
 
 def fsdp_cases(models: Mapping[str, str], chosen: Mapping[str, str], **changes: object) -> dict[str, Case]:
@@ -133,18 +194,21 @@ SPLITS: dict[str, dict[str, Any]] = {
     "one by one": {"micro_batch_size": 1},
     "uneven": {"rows_by_replica": ((0, 1, 2, 3, 4, 5), (6, 7)), "micro_batch_size": 2, "num_dummies": (0, 2)},
     "six tokens on two": {"rows_by_replica": ((1,), (3,))},
+    "two of four have rows": {"rows_by_replica": ((0, 1, 2, 3, 4), (5, 6, 7), (), ()), "micro_batch_size": 2, "num_dummies": (0, 1, 3, 3)},
 }
 """Other ways to cut the same rows into micro-batches."""
 MORE = {"cpu offload": {"cpu_offload": "always"}}
-ONE_RANK = {name: name for name in (*FAMILIES, "all roles", "adam", "nan", "no tokens", "bf16")} | {"one by one": "llama"}
-TWO_RANKS = {name: name for name in (*FAMILIES, "mixture", "wide", "all roles", "decay", "no clipping", "adam", "nan", "bf16")} | {
+CRITICS = ("all roles", "separate qwen2", "separate qwen3")
+"""Critics of their own: Llama's from a folder with a score head, the others from the policy, whose embedding is tied."""
+ONE_RANK = {name: name for name in (*FAMILIES, *CRITICS, "adam", "nan", "no tokens", "bf16")} | {"one by one": "llama"}
+TWO_RANKS = {name: name for name in (*FAMILIES, *CRITICS, "mixture", "wide", "decay", "no clipping", "adam", "nan", "bf16")} | {
     "uneven": "llama",
     "six tokens on two": "six tokens",
     "cpu offload": "llama",
 }
 COPIES = {name: name for name in ("llama", "adam")} | {"uneven": "llama"}
-FOUR_RANKS = {name: name for name in (*FAMILIES, "mixture", "all roles", "adam", "nan")}
-HYBRID = {name: name for name in (*FAMILIES, "all roles", "adam", "nan", "bf16")}
+FOUR_RANKS = {name: name for name in (*FAMILIES, *CRITICS, "mixture", "adam", "nan")} | {"two of four have rows": "llama"}
+HYBRID = {name: name for name in (*FAMILIES, *CRITICS, "adam", "nan", "bf16")} | {"two of four have rows": "llama"}
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +237,8 @@ def two_ranks(models: dict[str, str], exports: Path) -> list[Results]:
         "export mixture": Case(fields=on_fsdp(fields(models, "mixture", critic="shared")), export=str(exports / "mixture")),
         "export shared": Case(fields=on_fsdp(fields(models, "llama", critic="shared")), export=str(exports / "shared")),
     }
-    return run_ranks(run_fsdp_cases, 2, sharded | {f"{name} copied": case for name, case in copied.items()} | exported, timeout_s=600)
+    chosen = sharded | {f"{name} copied": case for name, case in copied.items()} | exported
+    return run_ranks(run_fsdp_cases, 2, chosen, {"sampled": models["tied qwen3"], "refused": models["extra"]}, timeout_s=600)
 
 
 @pytest.mark.parametrize("case", list(ONE_RANK))
@@ -232,6 +297,29 @@ def test_b09_export_is_what_hugging_face_computes_with(two_ranks: list[Results],
         assert difference({"x": found}, {"x": result["after"][values]}) < 1e-5
 
 
+def test_b16_ropes_of_llama31_are_scaled_and_in_fp32(two_ranks: list[Results]) -> None:
+    """B16: of the actor and of a frozen reference, in fp32 and in bf16."""
+    unscaled = 500000.0 ** (-torch.arange(64).double() / 64)
+    for results in two_ranks:
+        ropes = [*results["wide"]["ropes"], *results["bf16"]["ropes"]]
+        assert len(ropes) == 3 and all(rope.dtype == torch.float32 and rope.shape == (64,) for rope in ropes)
+        for rope in ropes:
+            assert float(rope[28]) == pytest.approx(3.21145e-3, rel=1e-5)
+            assert float(rope[30] / unscaled[30]) == pytest.approx(0.64374, rel=1e-4)
+            assert float(rope[63]) == pytest.approx(3.06893e-7, rel=1e-5)
+
+
+def test_b32_the_trainer_gives_tokens_the_log_probs_that_a_rollout_gave(two_ranks: list[Results]) -> None:
+    for results in two_ranks:
+        assert set(results["extras"]["sampled"]) == {0.5, 1.0, 1.3}
+        assert max(results["extras"]["sampled"].values()) < 1e-5
+
+
+def test_b05_a_tensor_that_the_model_has_no_place_for_is_refused_by_all(two_ranks: list[Results]) -> None:
+    assert two_ranks[0]["extras"]["refused"] == two_ranks[1]["extras"]["refused"]
+    assert "model.layers.1.self_attn.o_proj.bias" in two_ranks[0]["extras"]["refused"]
+
+
 @pytest.fixture(scope="module")
 def four_ranks(models: dict[str, str], exports: Path) -> list[Results]:
     """Four shards (130 rows are 33, 33, 33 and 31), and (names that end in "hybrid") two copies of two shards."""
@@ -280,6 +368,23 @@ def test_b01_b05_b18_b24_b26_both_backends_write_what_they_read(
         assert stored.metadata()["format"] == "pt"
 
 
+@pytest.mark.slow
+def test_b25_critics_start_from_a_policys_trunk_or_a_folders_own_head(
+    truth: Results, four_ranks: list[Results], models: dict[str, str], exports: Path
+) -> None:
+    """B25: from a tied policy the trunk and a new head of one row, which is no copy of an embedding; from a folder with a head that one.
+    The same files as Megatron's, byte for byte."""
+    for name, source in (("apart", "tied qwen2"), ("scored", "score")):
+        ours, theirs = (load_file(exports / backend / name / "critic" / "model.safetensors") for backend in ("fsdp", "megatron"))
+        stored = load_file(Path(models[source]) / "model.safetensors")
+        assert ours.keys() == theirs.keys() == stored.keys() | {"score.weight"}
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+        assert all(torch.equal(ours[key], tensor) for key, tensor in stored.items())
+        assert ours["score.weight"].shape == (1, 64)
+        config = json.loads((exports / "fsdp" / name / "critic" / "config.json").read_text())
+        assert config["num_labels"] == 1 if "num_labels" in config else len(config["id2label"]) == 1
+
+
 def compare(got: dict[str, Any], expected: dict[str, Any], kind: str) -> None:
     """Within rounding: 1e-5; Adam divides by a root, and moves a weight whose gradient is near 0 by up to 2 * lr (1e-3); bf16 is near."""
     assert got["generated"] == expected["generated"] if "generated" in got and got["dp_rank"] == 0 else True
@@ -318,15 +423,11 @@ SHORT = {"max_prompt_length": 8, "max_response_length": 8}
     ],
 )
 def test_settings_of_the_other_backend_are_refused(models: dict[str, str], fields: dict[str, object], message: str) -> None:
-    from megatron_ppo.config import Config
-
     with pytest.raises(ValueError, match=message):
         Config().replace(**({"model_path": models["llama"], "backend": "fsdp"} | SHORT | fields)).validate(5, needs_data=False)
 
 
 def test_plain_sgd_and_any_sharding_are_fine_with_fsdp(models: dict[str, str]) -> None:
-    from megatron_ppo.config import Config
-
     for size in (None, 1, 2, 4):
         config = Config().replace(model_path=models["llama"], backend="fsdp", optimizer="sgd", fsdp_shard_size=size, **SHORT)
         config.validate(5, needs_data=False)

@@ -27,9 +27,10 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Folders of toy models: the families, a tied one, and one with a score head."""
+    """Folders of toy models: the families (Qwen3's heads are wider than hidden / heads), a tied one, and one with a score head."""
     root = tmp_path_factory.mktemp("models")
-    paths = {family: make_toy(root / family, family, num_layers=4) for family in ("llama", "qwen2", "qwen3")}
+    widths = {"llama": None, "qwen2": None, "qwen3": 32}
+    paths = {family: make_toy(root / family, family, num_layers=4, head_dim=widths[family]) for family in FAMILIES}
     paths["tied"] = make_toy(root / "tied", "llama", tied=True, num_layers=4)
     paths["score"] = make_toy(root / "score", "llama", num_layers=4, score_head=True, seed=3)
     return {name: str(path) for name, path in paths.items()}
@@ -42,6 +43,7 @@ def single(models: dict[str, str]) -> Results:
         **{family: Case(fields(models, family), generate=True) for family in FAMILIES},
         "tied": Case(fields(models, "tied")),
         "tied critic": Case(tied_critic(models), roles=("actor", "critic")),
+        **{f"separate {name}": Case(fields(models, name, critic="separate"), roles=("actor", "critic")) for name in ("qwen2", "qwen3")},
         "recompute": Case(fields(models, recompute_granularity="full")),
         "recompute attention": Case(fields(models, recompute_granularity="selective")),
         "one by one": Case(fields(models), micro_batch_size=1),
@@ -93,6 +95,11 @@ def two_ranks(models: dict[str, str], exports: dict[str, Path]) -> list[Results]
     cases = {
         "tp2": Case(fields(models, "qwen2", tensor_model_parallel_size=2), generate=True),
         **{f"tp2 shared {family}": Case(fields(models, family, critic="shared", tensor_model_parallel_size=2)) for family in FAMILIES},
+        "tp2 separate llama": Case(tied_critic(models, tensor_model_parallel_size=2), roles=("actor", "critic")),
+        **{
+            f"tp2 separate {name}": Case(fields(models, name, critic="separate", tensor_model_parallel_size=2), roles=("actor", "critic"))
+            for name in ("qwen2", "qwen3")
+        },
         "tp2 sequence parallel": Case(fields(models, "qwen3", tensor_model_parallel_size=2, sequence_parallel=True)),
         "pp2": Case(fields(models, **pp2), micro_batch_size=3, generate=True),
         "vpp2": Case(fields(models, virtual_pipeline_model_parallel_size=2, **pp2), micro_batch_size=2, generate=True),
@@ -120,6 +127,9 @@ OVERLAP = {"transformer_overrides": {"overlap_grad_reduce": "true"}}
 TWO_RANKS = {
     "tp2": "qwen2",
     **{f"tp2 shared {family}": f"shared {family}" for family in FAMILIES},
+    "tp2 separate llama": "tied critic",
+    "tp2 separate qwen2": "separate qwen2",
+    "tp2 separate qwen3": "separate qwen3",
     "tp2 sequence parallel": "qwen3",
     "pp2": "llama",
     "vpp2": "llama",
