@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from train_support import ROOT, make_inputs, read_lines, tiny_flags
+from train_support import ROOT, make_inputs, read_lines, tiny_flags, warnings_in
 
 STANDIN = """#!/bin/sh
 variables="NNODES=$NNODES RDZV=$RDZV_ENDPOINT/$RDZV_ID CPUS=$SRUN_CPUS_PER_TASK SHARED=$TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -121,9 +121,15 @@ def test_several_nodes_need_a_common_address() -> None:
 
 
 @pytest.mark.slow
-def test_the_torchrun_script_runs_a_job(tmp_path: Path) -> None:
-    inputs = make_inputs(tmp_path / "inputs")
-    flags = tiny_flags(inputs, tmp_path / "run", rollout_backend="hf", critic="none", advantage_estimator="grpo", train_iters=1)
-    done = run_script("train_torchrun.sh", flags, NPROC_PER_NODE="2")
+def test_the_torchrun_script_runs_grpo_without_a_critic_on_the_hugging_face_backend(tmp_path: Path) -> None:
+    """Two ranks, no vLLM, no critic: the other algorithm and the other engine through the same loop."""
+    fields = {"rollout_backend": "hf", "critic": "none", "advantage_estimator": "grpo", "verify_weights": True}
+    done = run_script("train_torchrun.sh", tiny_flags(make_inputs(tmp_path / "inputs"), tmp_path / "run", **fields), NPROC_PER_NODE="2")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 1
+    records = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert len(records) == 2
+    for record in records:
+        assert record["refit/received_bytes"] == record["refit/shard_bytes"] > 0
+        assert record["logprob_diff/max"] < 1e-4
+        assert "loss/value" not in record and "values/mean" not in record
+    assert warnings_in(done.stdout + done.stderr) == []
