@@ -31,7 +31,7 @@ def faults(config: Config, world_size: int, *, needs_data: bool = True) -> list[
     found += _meshes(config, world_size)
     if needs_data:
         if not found:
-            found += _batches(config, config.data_parallel_size(world_size), config.num_replicas(world_size))
+            found += batch_faults(config, config.data_parallel_size(world_size), config.num_replicas(world_size))
         found += _algorithm(config)
         found += _prompt_file(config)
     found += _checkpoints(config)
@@ -214,7 +214,8 @@ def _fsdp(config: Config, num_training: int) -> Iterator[str]:
         yield fault
 
 
-def _batches(config: Config, data_parallel_size: int, num_replicas: int) -> Iterator[str]:
+def batch_faults(config: Config, data_parallel_size: int, num_replicas: int) -> Iterator[str]:
+    """How an iteration is cut into steps, replicas and micro-batches."""
     t, r = config.training, config.rollout
     batch = config.rollout_batch_size
     if batch % t.global_batch_size:

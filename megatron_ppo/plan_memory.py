@@ -1,33 +1,40 @@
 """Bytes on each kind of rank in each phase of an iteration, from parameters (``plan_networks.py``) and passes (``plan_activations.py``).
 
-    resident    weights, gradients, optimizer of each network: there from the first optimizer step on
-    sync        + two buckets (and the engine's weights, where the same ranks sample)
-    rollout     + the engine's weights and key/value cache, where the same ranks sample; cpu_offload = sampling takes the optimizer away
+    resident    weights, gradients, optimizer of each network, and two buckets: there from the first optimizer step on
+    sync        + the engine's weights, where the same ranks sample; cpu_offload = sampling takes gradients and optimizer away
+    rollout     + the engine's key/value cache, where the same ranks sample; gradients and optimizer are still away
     score       + working memory of a forward pass and its logits
     update      + activations kept for the backward pass, logits, working memory
+
+A rank that only samples holds the engine all the time, and so does plain generation (hf) where the same ranks train: it cannot sleep. With
+compute_on = rollout, reference and reward model lie beside the engine, whole (``backends/hf_evaluation.py``), and not on training ranks.
 
 A training rank's bytes of an element: weights in ``params_dtype``; gradients fp32 (megatron-core's buffers, whole on each rank); Adam's two
 moments fp32; with bf16 weights an fp32 master more. The last two are cut over the ranks that hold the same parameters (data x context
 parallel; for experts those that hold the same ones) where the optimizer is distributed (arXiv:1910.02054, P_os). FSDP keeps fp32 shards of
-everything (P_os+g+p) and gathers a layer at a time. Phases that hold no more than these (saving: copies go to host memory) are left out.
-Working memory is an estimate of what is allocated and freed within a layer; nothing here has been compared with a GPU.
+everything (P_os+g+p), gradients only while the network takes its step, and gathers a layer at a time. Phases that hold no more than these
+(saving: copies go to host memory) are left out. Working memory is an estimate of what is allocated and freed within a layer; nothing here
+has been compared with a GPU.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron_ppo.backends.base import RoleName, planned_networks
+from megatron_ppo.backends.base import PlannedNetwork, RoleName, planned_networks
 from megatron_ppo.config import Config
 from megatron_ppo.families import Head, NetworkShape, network_shape
 from megatron_ppo.packing import round_up
 from megatron_ppo.plan_activations import Implementation, Pass, kept_by_stage, vocabulary_rows
 from megatron_ppo.plan_networks import HeldParameters, Stage, build_stages, chunk_sizes
 from megatron_ppo.resharding.megatron_mesh import megatron_parallel
+from megatron_ppo.resharding.vllm_layout import hf_layout
+from megatron_ppo.roles.hf_generate import MAX_NUM_SEQS
 from megatron_ppo.roles.logits import CHUNK_SIZE
 
 Phase = Literal["sync", "rollout", "score", "update"]
@@ -80,11 +87,28 @@ class EngineMemory:
     """Key/value cache: what is left of the engine's share, or as vllm_overrides say. Negative: weights and passes alone exceed it."""
     cache_bytes_per_token: float
     max_model_len: int
+    frozen: Mapping[RoleName, int]
+    """Weights of the frozen networks that this rank has beside the engine (compute_on = rollout)."""
+    evaluation: float
+    """Working memory of their largest pass, after the cache has been freed."""
+    sleeps: bool
+    """Whether the engine gives up its weights while the same rank trains."""
 
     @property
     def total(self) -> float:
-        """Bytes of the engine."""
-        return self.weights + self.working + max(0.0, self.cache)
+        """Bytes of the engine and of what lies beside it."""
+        return sum(self.sampling().values())
+
+    def held(self) -> dict[str, float]:
+        """What -> bytes between passes, without the cache."""
+        copies = float(sum(self.frozen.values()))
+        return {"engine weights": float(self.weights)} | ({"frozen copies": copies} if copies else {})
+
+    def sampling(self) -> dict[str, float]:
+        """What -> bytes in the fuller of both: while it samples, or while what was sampled goes through the frozen networks."""
+        if self.evaluation > self.working + max(0.0, self.cache):
+            return self.held() | {"working": self.evaluation}
+        return self.held() | {"key/value cache": max(0.0, self.cache), "working": self.working}
 
     @property
     def num_sequences(self) -> int:
@@ -150,18 +174,26 @@ def stage_memory(
     on_host = config.parallel.cpu_offload == "always"
     base = {
         "weights": 0.0 if on_host else sum(one.weights for one in found.values()),
-        "gradients": 0.0 if on_host else sum(one.gradients for one in found.values()),
+        # FSDP makes gradients in a step and frees them at its end (``_update``).
+        "gradients": 0.0 if config.parallel.backend == "fsdp" else sum(one.gradients for one in found.values()),
         "optimizer": 0.0 if on_host else sum(one.optimizer for one in found.values()),
+        "buckets": 2.0 * config.parallel.bucket_bytes,  # made at the first sync, and kept
         "reserve": reserve,
     }
     away = base | ({"gradients": 0.0, "optimizer": 0.0} if config.parallel.cpu_offload == "sampling" else {})
-    sync = (away if engine else base) | {"buckets": 2.0 * config.parallel.bucket_bytes}
-    rollout = dict(away if engine else base)
+    sync = away | ({"weights": float(found["actor"].weights)} if on_host else {})  # NCCL sends from the GPU
+    rollout = dict(away)
     if engine is not None:
-        sync["engine weights"] = engine.weights
-        rollout |= {"engine weights": engine.weights, "key/value cache": max(0.0, engine.cache), "working": engine.working}
+        sync |= engine.held()
+        rollout |= engine.sampling()
+        base |= {} if engine.sleeps else engine.held()
     score = [_score(config, stage, role, found, implementation) for role in stage.networks]
-    update = [_update(config, stage, role, num_training, implementation) for role in ("actor", "critic") if role in stage.networks]
+    update = []
+    for role, plan in planned.items():
+        if plan.peak_lr is not None:
+            update.append(_update(config, stage, role, num_training, implementation))
+            if config.parallel.backend == "fsdp" and not on_host:
+                update[-1]["gradients"] = float(found[role].gradients)
     phases: dict[Phase, Mapping[str, float]] = {
         "sync": sync,
         "rollout": rollout,
@@ -220,34 +252,118 @@ def _logit_chunks(one: Pass, count: int) -> float:
     return count * min(one.num_tokens, CHUNK_SIZE) * vocabulary_rows(one.network, one.config) / one.tp * _FP32
 
 
-def engine_memory(config: Config, shard_elements: int, gpu_memory: float) -> EngineMemory:
+def engine_memory(config: Config, shard_elements: int, gpu_memory: float, num_replicas: int = 1) -> EngineMemory:
     """One rollout rank. ``shard_elements``: of the engine's parameters on it (``refit_plan``), ``gpu_memory`` in bytes.
 
-    vLLM takes ``gpu_memory_utilization`` of the GPU for weights, its largest pass and the cache; plain generation (hf) what its rows need.
+    vLLM takes ``gpu_memory_utilization`` of the GPU for weights, its largest pass and the cache; plain generation (hf) what its rows need:
+    those of a replica, of ``num_replicas``, that are sampled at the same time. ``ValueError`` for overrides that are no such numbers.
     """
     network, r, tp = shape_of(Path(config.model.model_path)), config.rollout, config.parallel.rollout_tensor_parallel_size
+    plain = r.rollout_backend == "hf"
     element = 2 if r.rollout_dtype == "bfloat16" else _FP32
     weights = shard_elements * element
     per_token = 2.0 * network.num_layers * max(network.kv_size / tp, network.head_dim) * element
-    overrides = r.vllm_overrides
-    batched = float(overrides.get("max_num_batched_tokens", DEFAULT_BATCHED_TOKENS))
-    sequences = float(overrides.get("max_num_seqs", DEFAULT_SEQUENCES))
+    sequences = max_num_seqs(config)
+    batched = _whole_number(config, "max_num_batched_tokens", DEFAULT_BATCHED_TOKENS)
+    if plain:
+        sequences = min(sequences, responses_of_replica(config, num_replicas))
+        batched = min(max(_HF_PREFILL_TOKENS, r.max_prompt_length), sequences * r.max_prompt_length)
     width = network.intermediate_size * (network.num_experts_per_tok or 1) / tp
     # Hidden states and a gated MLP for the largest batch; fp32 logits of every sequence's last token, twice for the sampler.
-    working = batched * (4 * network.hidden_size + 3 * width) * element + 2 * sequences * network.vocab_size * _FP32
-    if "kv_cache_memory_bytes" in overrides:
-        cache = float(overrides["kv_cache_memory_bytes"])
-    elif r.rollout_backend == "hf":
-        cache = per_token * config.max_model_len * config.rollout.samples_per_prompt
+    working = batched * (4 * network.hidden_size + 3 * width) * element + 2.0 * sequences * network.vocab_size * _FP32
+    if plain:
+        cache = per_token * config.max_model_len * sequences
+        working += cache / network.num_layers  # a layer's part is copied where it grows
+    elif "kv_cache_memory_bytes" in r.vllm_overrides:
+        cache = float(_whole_number(config, "kv_cache_memory_bytes", 0))
     else:
-        cache = float(overrides.get("gpu_memory_utilization", DEFAULT_UTILIZATION)) * gpu_memory - weights - working
-    return EngineMemory(weights, working, cache, per_token, config.max_model_len)
+        cache = utilization(config) * gpu_memory - weights - working
+    frozen, size = frozen_on_rollout(config), 2 if config.model.params_dtype == "bfloat16" else _FP32
+    copies = {role: size * _num_elements(shape_of(plan.folder), plan.head) for role, plan in frozen.items()}
+    return EngineMemory(weights, working, cache, per_token, config.max_model_len, copies, _evaluation(config, frozen), sleeps=not plain)
 
 
-DEFAULT_UTILIZATION = 0.85
-"""``backends/vllm.py``'s ``gpu_memory_utilization``."""
+@functools.cache
+def _num_elements(network: NetworkShape, head: Head) -> int:
+    """Of a whole network of transformers."""
+    return sum(math.prod(shape) for shape in hf_layout(network, head).shapes.values())
+
+
+def frozen_on_rollout(config: Config) -> dict[RoleName, PlannedNetwork]:
+    """The networks of which each rollout rank has a copy (``backends/hf_evaluation.py``)."""
+    if config.rollout.compute_on != "rollout":
+        return {}
+    planned = planned_networks(config.replace(compute_on="training"))
+    return {role: plan for role, plan in planned.items() if plan.peak_lr is None}
+
+
+def _evaluation(config: Config, frozen: Mapping[RoleName, PlannedNetwork]) -> float:
+    """A pass of a micro-batch through a whole network, without gradients: of frozen ones, and of the actor where it has a value head."""
+    if config.rollout.compute_on != "rollout":
+        return 0.0
+    split = {"tensor": 1, "pipeline": 1, "virtual_pipeline": None, "expert": 1}
+    alone = config.replace(
+        backend="fsdp",
+        context_parallel_size=1,
+        sequence_parallel=False,
+        transformer_overrides={},
+        **{f"{name}_model_parallel_size": size for name, size in split.items()},
+    )
+    actor = PlannedNetwork(Path(config.model.model_path), "value")
+    most = 0.0
+    for plan in [*frozen.values(), *([actor] if config.model.critic == "shared" else [])]:
+        one = Pass(shape_of(plan.folder), alone, "hf", *micro_batch_shape(alone))
+        logits = one.logits + _logit_chunks(one, 2) if plan.head == "lm" else 0.0
+        most = max(most, logits + 2 * one.hidden + 3 * _mlp_width(one))
+    return most
+
+
+def responses_of_replica(config: Config, num_replicas: int) -> int:
+    """Responses that a replica samples in an iteration, at most."""
+    return -(-config.rollout.prompts_per_iteration // max(1, num_replicas)) * config.rollout.samples_per_prompt
+
+
+def max_num_seqs(config: Config) -> int:
+    """Responses that an engine samples at the same time."""
+    return _whole_number(config, "max_num_seqs", MAX_NUM_SEQS if config.rollout.rollout_backend == "hf" else DEFAULT_SEQUENCES)
+
+
+def utilization(config: Config) -> float:
+    """Share of a GPU that vLLM takes."""
+    text = config.rollout.vllm_overrides.get("gpu_memory_utilization")
+    if text is None:
+        return COLOCATED_UTILIZATION if config.is_colocated else DEFAULT_UTILIZATION
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1:
+        raise ValueError(
+            f"vllm_overrides gpu_memory_utilization = {text!r} must be a number above 0 and at most 1: vLLM's share of the GPU"
+        )
+    return share
+
+
+def check_overrides(config: Config) -> None:
+    """``ValueError`` for overrides of the engine that are no such numbers."""
+    for name, default in (("max_num_batched_tokens", DEFAULT_BATCHED_TOKENS), ("kv_cache_memory_bytes", 0)):
+        _whole_number(config, name, default)
+    max_num_seqs(config), utilization(config)
+
+
+def _whole_number(config: Config, name: str, default: int) -> int:
+    text = config.rollout.vllm_overrides.get(name, str(default))
+    if not text.isdecimal() or (not int(text) and name in config.rollout.vllm_overrides):
+        raise ValueError(f"vllm_overrides {name} = {text!r} must be a whole number of at least 1")
+    return int(text)
+
+
+DEFAULT_UTILIZATION, COLOCATED_UTILIZATION = 0.85, 0.5
+"""``backends/vllm.py``'s ``gpu_memory_utilization``, where the engine has the GPU for itself and where it does not."""
 DEFAULT_BATCHED_TOKENS, DEFAULT_SEQUENCES = 16384, 1024
 """vLLM's defaults for offline use on GPUs of 70 GiB and more (``EngineArgs._get_default_max_num_batched_tokens``)."""
+_HF_PREFILL_TOKENS = 8192
+"""Prompts' tokens in one pass of ``roles/hf_generate.py``."""
 
 
 def predicted_training(config: Config, num_training: int, implementation: Implementation) -> list[dict[str, float]]:

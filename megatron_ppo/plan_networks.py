@@ -208,13 +208,13 @@ def _count(roles: Sequence[Any]) -> HeldParameters:
 
 
 def _fsdp_parameters(job: _Job, planned: Mapping[RoleName, PlannedNetwork]) -> dict[RoleName, HeldParameters]:
-    from megatron_ppo.backends.fsdp_setup import empty_role
+    from megatron_ppo.backends.fsdp_setup import decoder_layers, empty_role
 
     shards = job.config.fsdp_shards(job.num_training)
     found: dict[RoleName, HeldParameters] = {}
     for role, plan in planned.items():
         model, module = empty_role(job.config, plan.folder, plan.head, frozen=plan.peak_lr is None)
-        layers = model.base_model.layers
+        layers = decoder_layers(model.base_model)
         parameters = dict(module.named_parameters())
         in_layers = {id(p) for layer in layers for p in layer.parameters()}
         rows = [shard_rows(p.shape[0], shards, 0) for p in parameters.values()]

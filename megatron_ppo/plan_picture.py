@@ -100,9 +100,9 @@ def _draw_words(axes: Axes, plan: Plan, num_hidden: int) -> None:
     name = Path(plan.config.model.model_path).name
     title = f"{name}: {plan.world_size} ranks; training {traffic.training_mesh}; rollout {traffic.rollout_mesh}"
     axes.text(0.1, 1.35, title, fontsize=9, weight="bold", va="center")
-    left = "fits" if not plan.faults else "DOES NOT FIT"
+    verdict, (left, memory) = "fits" if not plan.faults else "DOES NOT FIT", plan.fullest
     text = (
-        f"{left}: {plan.headroom / GIB:.1f} of {plan.machine.gpu_memory_gib:g} GiB left on the fullest rank; "
+        f"{verdict}: {left / GIB:.1f} of {memory / GIB:g} GiB left on the fullest rank; "
         f"each box: rank, place, most GiB. Blue trains (darker: later pipeline stage), orange samples"
     )
     if plan.config.is_colocated:

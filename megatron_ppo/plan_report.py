@@ -25,7 +25,7 @@ _SHOWN_NODES = 16
 """Lines of the table of nodes."""
 _KINDS = (
     *("weights", "gradients", "optimizer", "activations", "logits", "working"),
-    *("engine weights", "key/value cache", "buckets", "reserve"),
+    *("engine weights", "frozen copies", "key/value cache", "buckets", "reserve"),
 )
 """Columns of the table of memory."""
 
@@ -51,7 +51,8 @@ def print_plan(plan: Plan) -> None:
     for fault in plan.faults:
         console.print(f"DOES NOT FIT: {fault}", soft_wrap=True)
     if not plan.faults:
-        console.print(f"fits: {plan.headroom / GIB:.1f} GiB of {plan.machine.gpu_memory_gib:g} are left on the fullest rank")
+        left, memory = plan.fullest
+        console.print(f"fits: {left / GIB:.1f} GiB of {memory / GIB:g} are left on the fullest rank")
 
 
 def _header(plan: Plan) -> str:
@@ -64,13 +65,18 @@ def _header(plan: Plan) -> str:
         [
             f"model      {model.model_path}: {network.family}, {network.num_layers} layers{experts}, "
             f"{plan.traffic.num_parameters / 1e9:.4g} billion parameters, {model.params_dtype}",
-            f"launch     {plan.world_size} ranks on {nodes} nodes of {machine.ranks_per_node} GPUs of {machine.gpu_memory_gib:g} GiB"
+            f"launch     {plan.world_size} ranks on {nodes} nodes of {machine.ranks_per_node} GPUs of {_memory_text(plan)}"
             f"{', colocated: all train and sample by turns' if config.is_colocated else ''}",
             f"training   {plan.traffic.training_mesh}; optimizer {_optimizer_text(plan)}; recomputation {model.recompute_granularity}; "
             f"layers of {plan.implementation}",
             f"rollout    {plan.traffic.rollout_mesh}, {config.rollout.rollout_backend}, {config.rollout.rollout_dtype}",
         ]
     )
+
+
+def _memory_text(plan: Plan) -> str:
+    training, rollout = (f"{size:g} GiB" for size in (plan.machine.gpu_memory_gib, plan.machine.rollout_memory_gib))
+    return training if training == rollout else f"{training} (training) and {rollout} (rollout)"
 
 
 def _optimizer_text(plan: Plan) -> str:
@@ -148,7 +154,7 @@ def _values(numbers: Sequence[int]) -> str:
 
 
 def _holdings(plan: Plan) -> Table:
-    table = Table(title="what a rank holds between passes (GiB)", title_justify="left")
+    table = Table(title="what a rank holds of each network (GiB)", title_justify="left")
     for name in ("stage", "ranks", "layers", "network", "parameters", "weights", "gradients", "optimizer"):
         table.add_column(name, justify="left" if name in ("stage", "network") else "right")
     for stage in plan.stages:
@@ -158,27 +164,33 @@ def _holdings(plan: Plan) -> Table:
             start = (_stages_text(stage), ", ".join(map(_range_text, spans(plan, stage))), layers) if not index else ("", "", "")
             number = f"{stage.stage.networks[role].total / 1e9:.3f} B"
             table.add_row(*start, role, number, *(f"{size / GIB:.2f}" for size in (found.weights, found.gradients, found.optimizer)))
-    if not plan.config.is_colocated:
-        elements = plan.engine.weights / (2 if plan.config.rollout.rollout_dtype == "bfloat16" else 4)
-        first = plan.config.training_size(plan.world_size)
-        ranks, layers = _range_text(range(first, plan.world_size)), str(plan.network.num_layers)
-        table.add_row("rollout", ranks, layers, "engine", f"{elements / 1e9:.3f} B", f"{plan.engine.weights / GIB:.2f}", "", "")
+    config, start = plan.config, ("rollout", _range_text(_rollout_ranks(plan)), str(plan.network.num_layers))
+    copies = [(str(role), size, config.model.params_dtype) for role, size in plan.engine.frozen.items()]
+    for name, held, dtype in [("engine", plan.engine.weights, config.rollout.rollout_dtype), *copies]:
+        elements = held / (2 if dtype == "bfloat16" else 4)
+        table.add_row(*(start if name == "engine" else ("", "", "")), name, f"{elements / 1e9:.3f} B", f"{held / GIB:.2f}", "", "")
     return table
 
 
+def _rollout_ranks(plan: Plan) -> range:
+    return range(plan.world_size - plan.config.rollout_size(plan.world_size), plan.world_size)
+
+
 def _memory(plan: Plan) -> Table:
-    table = Table(title=f"memory of a rank by phase (GiB of {plan.machine.gpu_memory_gib:g})", title_justify="left")
-    found = {kind for stage in plan.stages for phase in PHASES for kind, size in stage.phases[phase].items() if size}
+    table = Table(title=f"memory of a rank by phase, of {_memory_text(plan)} (GiB)", title_justify="left")
+    rows = [(_stages_text(stage), plan.memory, stage.phases) for stage in plan.stages]
+    if not plan.config.is_colocated:
+        rows.append(("rollout", plan.rollout_memory, plan.engine_phases))
+    found = {kind for _, _, phases in rows for parts in phases.values() for kind, size in parts.items() if size}
     assert found <= set(_KINDS), found
     kinds = [kind for kind in _KINDS if kind in found]
     for name in ("stage", "phase", *kinds, "total", "headroom"):
         table.add_column(name, justify="left" if name in ("stage", "phase") else "right")
-    for stage in plan.stages:
-        for phase in PHASES:
-            cells = [f"{stage.phases[phase].get(kind, 0.0) / GIB:.2f}" for kind in kinds]
-            left = plan.memory - stage.total(phase)
-            start = _stages_text(stage) if phase == PHASES[0] else ""
-            table.add_row(start, phase, *cells, f"{stage.total(phase) / GIB:.2f}", f"{left / GIB:.2f}")
+    for name, memory, phases in rows:
+        for phase, parts in phases.items():
+            cells = [f"{parts.get(kind, 0.0) / GIB:.2f}" for kind in kinds]
+            total = sum(parts.values())
+            table.add_row(name if phase == PHASES[0] else "", phase, *cells, f"{total / GIB:.2f}", f"{(memory - total) / GIB:.2f}")
     return table
 
 
@@ -315,7 +327,13 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             }
             for stage in plan.stages
         ],
-        "engine": asdict(plan.engine) | {"num_sequences": plan.engine.num_sequences, "total": plan.engine_total},
+        "engine": asdict(plan.engine)
+        | {
+            "num_sequences": plan.engine.num_sequences,
+            "total": plan.engine_total,
+            "phases": {} if config.is_colocated else plan.engine_phases,
+            "headroom_bytes": None if config.is_colocated else plan.rollout_memory - plan.engine_total,
+        },
         "batches": asdict(plan.batches),
         "refit": {
             "model_bytes": traffic.model_bytes,

@@ -19,11 +19,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ppo.backends.base import RoleName, planned_networks
+from megatron_ppo.backends.base import RoleName, planned_networks, rollout_head
 from megatron_ppo.config import Config
 from megatron_ppo.families import Head, NetworkShape
-from megatron_ppo.plan_job import GIB, implementation_of
-from megatron_ppo.plan_memory import EngineMemory, engine_memory, micro_batch_shape, num_micro_batches, shape_of, stage_memory
+from megatron_ppo.plan_job import GIB, MOST_RANKS, implementation_of
+from megatron_ppo.plan_memory import (
+    EngineMemory,
+    check_overrides,
+    engine_memory,
+    micro_batch_shape,
+    num_micro_batches,
+    shape_of,
+    stage_memory,
+)
 from megatron_ppo.plan_networks import HeldParameters, Stage, chunk_sizes
 from megatron_ppo.plan_time import Machine, Seconds, bubble, rollout_seconds, sync_seconds, training_seconds
 from megatron_ppo.resharding.fsdp_layout import shard_rows
@@ -65,11 +73,12 @@ class Candidate:
 def search_meshes(config: Config, num_gpus: int, machine: Machine) -> list[Candidate]:
     """The best meshes of ``num_gpus`` ranks, at most ``SHOWN``; of each pair of sizes of the two meshes the best one. ``ValueError`` where
     the model itself cannot be planned."""
-    if num_gpus < 2:
-        raise ValueError(f"--search {num_gpus}: a launch has at least 2 ranks")
+    if not 2 <= num_gpus <= MOST_RANKS:
+        raise ValueError(f"--search {num_gpus}: a launch has at least 2 ranks, and at most {MOST_RANKS} are planned")
     shape_of(Path(config.model.model_path))
     best: dict[tuple[Any, ...], Candidate] = {}
-    for one in _candidates(config, num_gpus, machine, colocated=(False, True)):
+    alike = machine.rollout_memory_gib == machine.gpu_memory_gib  # otherwise no rank can be of both meshes
+    for one in _candidates(config, num_gpus, machine, colocated=(False, True) if alike else (False,)):
         p = one.config.parallel
         key = (p.rollout_world_size, p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size)
         if key not in best or one.seconds.total < best[key].seconds.total:
@@ -78,8 +87,12 @@ def search_meshes(config: Config, num_gpus: int, machine: Machine) -> list[Candi
 
 
 def nearest_meshes(config: Config, world_size: int, machine: Machine) -> list[Candidate] | None:
-    """Meshes of as many ranks that fit, those first that differ least from ``config``; None where the model cannot be read."""
+    """Meshes of as many ranks that fit, those first that differ least from ``config``; None where the model or the engine's overrides
+    cannot be read, or no launch has so many ranks."""
+    if not (1 if config.is_colocated else 2) <= world_size <= MOST_RANKS:
+        return None
     try:
+        check_overrides(config)
         shape_of(Path(config.model.model_path))
     except ValueError:
         return None
@@ -152,9 +165,10 @@ def _engines(config: Config, num_gpus: int, machine: Machine, *, every: bool) ->
             continue
         if config.rollout.prompts_per_iteration < rollout // tp:
             continue
-        engine = engine_memory(changed, _engine_elements(changed), machine.gpu_memory_gib * GIB)
+        memory = machine.rollout_memory_gib * GIB
+        engine = engine_memory(changed, _engine_elements(changed), memory, changed.num_replicas(num_gpus))
         total = engine.total + 2 * config.parallel.bucket_bytes + machine.reserve_gib * GIB
-        if engine.num_sequences >= 1 and total <= machine.gpu_memory_gib * GIB:
+        if config.is_colocated or (engine.num_sequences >= 1 and total <= memory):  # colocated: ``_colocated`` chooses its share
             found.append((changed, engine))
     if every or config.is_colocated:
         return found
@@ -162,13 +176,15 @@ def _engines(config: Config, num_gpus: int, machine: Machine, *, every: bool) ->
 
 
 @functools.cache
-def _elements(network: NetworkShape, tp: int, whole_experts: bool, backend: str) -> int:
+def _elements(network: NetworkShape, tp: int, whole_experts: bool, backend: str, head: Head) -> int:
     """Elements of an engine's rank: one layer is counted and multiplied, all are equal."""
     totals = []
     for num_layers in (1, 2):
         thin = dataclasses.replace(network, num_layers=num_layers)
         layout = (
-            hf_layout(thin) if backend == "hf" else vllm_layout(thin, tensor_parallel_size=tp, tp_rank=0, expert_parallel=whole_experts)
+            hf_layout(thin, head)
+            if backend == "hf"
+            else vllm_layout(thin, tensor_parallel_size=tp, tp_rank=0, expert_parallel=whole_experts)
         )
         totals.append(sum(math.prod(shape) for shape in layout.shapes.values()))
     return totals[0] + (network.num_layers - 1) * (totals[1] - totals[0])
@@ -176,7 +192,7 @@ def _elements(network: NetworkShape, tp: int, whole_experts: bool, backend: str)
 
 def _engine_elements(config: Config) -> int:
     network, tp = shape_of(Path(config.model.model_path)), config.parallel.rollout_tensor_parallel_size
-    return _elements(network, tp, config.rollout_expert_parallel, config.rollout.rollout_backend)
+    return _elements(network, tp, config.rollout_expert_parallel, config.rollout.rollout_backend, rollout_head(config))
 
 
 # -- training meshes --------------------------------------------------------------------------------------------------
@@ -200,15 +216,15 @@ def _colocated(config: Config, num_gpus: int, machine: Machine, near: Config | N
     memory, reserve = machine.gpu_memory_gib * GIB, machine.reserve_gib * GIB
     for mesh in _meshes(config, num_gpus, machine):
         stages = layout_stages(mesh, num_gpus)
-        idle = engine_memory(mesh, _engine_elements(mesh), 0.0)
-        bare = dataclasses.replace(idle, cache=-idle.working)
-        used = max(stage_memory(mesh, one, num_gpus, implementation_of(mesh), bare, reserve).total("rollout") for one in stages)
-        share = int((memory - used + idle.weights + idle.working) / memory * 100) / 100
-        share = min(share, 0.9)
-        if share <= 0:
-            continue
-        roomy = mesh.replace(vllm_overrides=dict(mesh.rollout.vllm_overrides) | {"gpu_memory_utilization": f"{share:g}"})
-        engine = engine_memory(roomy, _engine_elements(roomy), memory)
+        roomy = mesh
+        if mesh.rollout.rollout_backend == "vllm":
+            idle = engine_memory(mesh, _engine_elements(mesh), 0.0)
+            used = max(stage_memory(mesh, one, num_gpus, implementation_of(mesh), idle, reserve).total("rollout") for one in stages)
+            share = min(0.9, int((memory - used + idle.total) / memory * 100) / 100)
+            if share <= 0:
+                continue
+            roomy = mesh.replace(vllm_overrides=dict(mesh.rollout.vllm_overrides) | {"gpu_memory_utilization": f"{share:g}"})
+        engine = engine_memory(roomy, _engine_elements(roomy), memory, roomy.num_replicas(num_gpus))
         if engine.num_sequences < 1:
             continue
         time = rollout_seconds(roomy, roomy.num_replicas(num_gpus), engine, machine)
@@ -300,7 +316,7 @@ def _candidate(
         names += ["tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"]
         names += ["sequence_parallel", "transformer_overrides"]
     if config.is_colocated:
-        names += ["cpu_offload", "vllm_overrides"]
+        names += ["cpu_offload", *(["vllm_overrides"] if config.rollout.rollout_backend == "vllm" else [])]
     for name in names:
         for section in (config.parallel, config.training, config.model, config.rollout):
             if hasattr(section, name):

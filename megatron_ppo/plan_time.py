@@ -9,7 +9,7 @@
     score    2 N FLOPs a token for each network, likewise
     rollout  prompts at ``mfu``; then one token of every sequence a step, which reads the weights and the key/value cache of the sequences
              (at ``decode_efficiency`` of the memory's bandwidth) or computes 2 N FLOPs each, whichever takes longer, and waits for 2
-             all-reduces a layer under tensor parallelism
+             all-reduces a layer under tensor parallelism; with compute_on = rollout 2 N FLOPs a token for each network of the replica more
     sync     the busiest sender's or receiver's bytes over its link
 
 Every response is taken at its longest. Rewards, logging, start-up and checkpoints are left out. Nothing here has been compared with a GPU.
@@ -25,7 +25,15 @@ from pathlib import Path
 from megatron_ppo.backends.base import planned_networks
 from megatron_ppo.config import Config
 from megatron_ppo.families import EMBEDDING, LM_HEAD, NetworkShape, canonical_tensors
-from megatron_ppo.plan_memory import EngineMemory, micro_batch_shape, num_micro_batches, shape_of
+from megatron_ppo.plan_memory import (
+    EngineMemory,
+    frozen_on_rollout,
+    max_num_seqs,
+    micro_batch_shape,
+    num_micro_batches,
+    responses_of_replica,
+    shape_of,
+)
 from megatron_ppo.resharding.megatron_mesh import megatron_parallel
 
 _FP32 = 4
@@ -37,6 +45,8 @@ class Machine:
 
     ranks_per_node: int = 8
     gpu_memory_gib: float = 80.0
+    rollout_gpu_memory_gib: float | None = None
+    """Of the rollout ranks' GPUs; None: as the training ranks'."""
     reserve_gib: float = 4.0
     """Of that, what context, collectives and fragments take."""
     peak_tflops: float = 989.0
@@ -53,6 +63,11 @@ class Machine:
     """GB/s in one direction of a GPU to other nodes."""
     latency_us: float = 10.0
     """Of one small all-reduce."""
+
+    @property
+    def rollout_memory_gib(self) -> float:
+        """Memory of a rollout rank's GPU."""
+        return self.gpu_memory_gib if self.rollout_gpu_memory_gib is None else self.rollout_gpu_memory_gib
 
     @property
     def flops(self) -> float:
@@ -167,8 +182,8 @@ def rollout_seconds(config: Config, num_replicas: int, engine: EngineMemory, mac
     """Seconds until the last replica has sampled its share, sequence by sequence of the longest response."""
     network, r = shape_of(Path(config.model.model_path)), config.rollout
     tp = config.parallel.rollout_tensor_parallel_size
-    own = -(-r.prompts_per_iteration // num_replicas) * r.samples_per_prompt
-    at_once = max(1, min(own, engine.num_sequences or own, int(r.vllm_overrides.get("max_num_seqs", "1024"))))
+    own = responses_of_replica(config, num_replicas)
+    at_once = max(1, min(own, engine.num_sequences or own, max_num_seqs(config)))
     waves = math.ceil(own / at_once)
     bandwidth = machine.memory_gbs * 1e9 * machine.decode_efficiency
     prompts = own * r.max_prompt_length * pass_flops(network, r.max_prompt_length) / (tp * machine.flops)
@@ -179,7 +194,18 @@ def rollout_seconds(config: Config, num_replicas: int, engine: EngineMemory, mac
     element = 2 if r.rollout_dtype == "bfloat16" else _FP32
     moved = at_once * network.hidden_size * element * 2 * (tp - 1) / tp / machine.link(tp) + machine.latency_us * 1e-6 if tp > 1 else 0.0
     step = max(read / bandwidth, compute) + 2 * network.num_layers * moved
-    return prompts + waves * r.max_response_length * step
+    return prompts + waves * r.max_response_length * step + _evaluation_seconds(config, own, machine)
+
+
+def _evaluation_seconds(config: Config, num_rows: int, machine: Machine) -> float:
+    """compute_on = rollout: a replica's rows through its frozen networks, and through the actor where that has a value head."""
+    if config.rollout.compute_on != "rollout":
+        return 0.0
+    length = config.max_model_len
+    flops = sum(pass_flops(shape_of(plan.folder), length, with_head=plan.head == "lm") for plan in frozen_on_rollout(config).values())
+    if config.model.critic == "shared":
+        flops += pass_flops(shape_of(Path(config.model.model_path)), length, with_head=False)
+    return num_rows * length * flops / machine.flops
 
 
 def sync_seconds(busiest_sent: float, busiest_received: float, world_size: int, machine: Machine) -> float:

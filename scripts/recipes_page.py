@@ -71,7 +71,7 @@ COLUMNS = (
 
 TAIL = """
 A GPU has 80 GB, but for the rollout nodes of llama3.1_405b: in bfloat16 each of eight ranks holds {large:.0f} GiB of weights, and a replica
-may not straddle nodes, so they have 141 GB. Its `plan` counts with the larger ones; the column shows that training fits into 80.
+may not straddle nodes, so they have 141 GB, with which its `plan` counts: `--gpu-memory-gib {training:g} --rollout-gpu-memory-gib {rollout:g}`.
 
 Meshes follow the same rules: tensor parallelism within a node and not above the key/value heads (but for replicas of qwen3_235b_a22b,
 which need eight GPUs); whole experts, spread within a node; a pipeline across nodes where the model does not fit otherwise; data
@@ -158,7 +158,9 @@ def page(recipes: Sequence[Recipe], plans: Sequence[Plan]) -> str:
     """The whole page."""
     in_order = sorted(zip(recipes, plans, strict=True), key=lambda pair: pair[1].traffic.num_parameters)
     lines = [f"| {' | '.join(COLUMNS)} |\n", "|---" * len(COLUMNS) + "|\n", *(row(*pair) for pair in in_order)]
-    return HEAD + "".join(lines) + TAIL.format(large=in_order[-1][1].engine.weights / GIB)
+    largest = in_order[-1][1]
+    memory = {"training": largest.machine.gpu_memory_gib, "rollout": largest.machine.rollout_memory_gib}
+    return HEAD + "".join(lines) + TAIL.format(large=largest.engine.weights / GIB, **memory)
 
 
 def main() -> int:

@@ -8,7 +8,7 @@
 #   PARTITION=h100 ROLLOUT_PARTITION=h200 bash scripts/recipes/llama3.1_405b.sh slurm
 model=llama3.1_405b
 nodes=72
-plan_flags=(--gpu-memory-gib 139)  # of the larger GPUs; a training rank needs less than 80
+plan_flags=(--gpu-memory-gib 80 --rollout-gpu-memory-gib 139)  # 139 GiB: what a GPU of 141 GB has
 flags=(
     --tensor-model-parallel-size 8 --pipeline-model-parallel-size 32 --sequence-parallel
     --transformer-overrides account_for_embedding_in_pipeline_split true account_for_loss_in_pipeline_split true
