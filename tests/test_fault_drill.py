@@ -188,11 +188,10 @@ def drill(tmp_path_factory: pytest.TempPathFactory) -> Drill:
 @pytest.mark.parametrize(
     "cells",
     [
-        [Cell("save", "training 0", "torchrun", 0), Cell("sync", "rollout 1", "torchrun", 0)],
+        [Cell("save", "training 0", "torchrun"), Cell("sync", "rollout 1", "torchrun"), Cell("score", "agent", "torchrun")],
         [Cell("rollout", "training 1", "srun", 1), Cell("update", "rollout 0", "srun", 1)],
-        [Cell("score", "agent", "torchrun", 1)],
     ],
-    ids=["ranks under torchrun, which restarts", "ranks under srun's variables", "torchrun's agent"],
+    ids=["torchrun restarts, until its agent is killed", "ranks under srun's variables"],
 )
 def test_b82_b92_killed_jobs_end_soon_resume_and_end_equal(drill: Drill, cells: list[Cell]) -> None:
     """B82, B92: as ``benchmarks/fault_drill.py`` has it: every phase, every kind of victim, three ways to be started again."""
