@@ -12,15 +12,16 @@ picture). Left out: seconds.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_ppo.backends.base import rollout_head
 from megatron_ppo.config import Config
-from megatron_ppo.families import EMBEDDING, LM_HEAD, Network, canonical_tensors
+from megatron_ppo.families import EMBEDDING, LM_HEAD, SCORE_HEAD, CanonicalTensor, Network, canonical_tensors
 from megatron_ppo.generic_network import describe_network
 from megatron_ppo.resharding.megatron_mesh import MegatronParallel, megatron_parallel, rank_coordinates
 from megatron_ppo.resharding.plan import ReshardPlan
@@ -235,14 +236,14 @@ def refit_traffic(plan: ReshardPlan, config: Config, *, ranks_per_node: int) -> 
         ranks_per_node=ranks_per_node,
         rows=tuple(rows),
         matrix=matrix,
-        kinds=_kinds(plan, network),
+        kinds=_kinds(plan, canonical_tensors(network, rollout_head(config))),
         num_groups=len(plan.groups),
     )
 
 
 def tensor_kind(name: str) -> str:
     """Which of ``KINDS`` a canonical tensor is."""
-    if name in (EMBEDDING, LM_HEAD):
+    if name in (EMBEDDING, LM_HEAD, SCORE_HEAD):
         return "embedding_and_head"
     if name.endswith("norm.weight"):
         return "norms"
@@ -272,10 +273,10 @@ def _shard_elements(shapes: Mapping[str, tuple[int, ...]], vocab_size: int, tp_r
     return total
 
 
-def _kinds(plan: ReshardPlan, network: Network) -> dict[str, KindRow]:
-    kind_of = {tensor.name: tensor_kind(tensor.name) for tensor in canonical_tensors(network)}
+def _kinds(plan: ReshardPlan, tensors: Sequence[CanonicalTensor]) -> dict[str, KindRow]:
+    kind_of = {tensor.name: tensor_kind(tensor.name) for tensor in tensors}
     model, sent, received = (dict.fromkeys(KINDS, 0) for _ in range(3))
-    for tensor in canonical_tensors(network):
+    for tensor in tensors:
         model[kind_of[tensor.name]] += math.prod(tensor.shape) * plan.bytes_per_element
     for group in plan.groups:
         for transfer in group.transfers:

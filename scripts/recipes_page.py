@@ -71,7 +71,8 @@ COLUMNS = (
 
 TAIL = """
 A GPU has 80 GB, but for the rollout nodes of llama3.1_405b: in bfloat16 each of eight ranks holds {large:.0f} GiB of weights, and a replica
-may not straddle nodes, so they have 141 GB, with which its `plan` counts: `--gpu-memory-gib {training:g} --rollout-gpu-memory-gib {rollout:g}`.
+may not straddle nodes, so they have 141 GB, as
+its `plan` is told: `--gpu-memory-gib {training:g} --rollout-gpu-memory-gib {rollout:g}`.
 
 Meshes follow the same rules: tensor parallelism within a node and not above the key/value heads (but for replicas of qwen3_235b_a22b,
 which need eight GPUs); whole experts, spread within a node; a pipeline across nodes where the model does not fit otherwise; data
