@@ -188,8 +188,8 @@ def drill(tmp_path_factory: pytest.TempPathFactory) -> Drill:
 @pytest.mark.parametrize(
     "cells",
     [
-        [Cell("save", "training 0", "torchrun"), Cell("sync", "rollout 1", "torchrun"), Cell("score", "agent", "torchrun")],
-        [Cell("rollout", "training 1", "srun", 1), Cell("update", "rollout 0", "srun", 1)],
+        [Cell("save", "training 0", "torchrun"), Cell("sync", "rollout 0", "torchrun"), Cell("score", "agent", "torchrun")],
+        [Cell("rollout", "training 1", "srun", 1), Cell("update", "rollout 1", "srun", 1)],
     ],
     ids=["torchrun restarts, until its agent is killed", "ranks under srun's variables"],
 )

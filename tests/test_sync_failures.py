@@ -1,7 +1,7 @@
 """A weight sync that breaks, stalls or loses a rank, between real processes: what is sampled afterwards, what is said, and how soon.
 
 Two kinds of launch: a small model in a real engine, whose sync is cut in the middle and then done whole over new groups; and 100 MB of
-weights, so that a rank can be stopped and killed while they travel. The loop around them is in ``test_faults.py``.
+weights, so that a rank can be stopped and killed while they travel. The loop around them is in ``test_fault_drill.py``.
 """
 
 from __future__ import annotations
