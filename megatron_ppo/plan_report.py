@@ -19,7 +19,7 @@ from megatron_ppo.refit_traffic import size_text
 if TYPE_CHECKING:
     from megatron_ppo.plan_search import Candidate
 
-_WIDTH = 150
+_WIDTH = 170
 """Columns where the output is no terminal."""
 _SHOWN_NODES = 16
 """Lines of the table of nodes."""
@@ -177,7 +177,7 @@ def _rollout_ranks(plan: Plan) -> range:
 
 
 def _memory(plan: Plan) -> Table:
-    table = Table(title=f"memory of a rank by phase, of {_memory_text(plan)} (GiB)", title_justify="left")
+    table = Table(title=f"memory of a rank by phase (GiB); a GPU has {_memory_text(plan)}", title_justify="left")
     rows = [(_stages_text(stage), plan.memory, stage.phases) for stage in plan.stages]
     if not plan.config.is_colocated:
         rows.append(("rollout", plan.rollout_memory, plan.engine_phases))

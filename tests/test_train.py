@@ -104,6 +104,8 @@ def test_a_job_leaves_complete_records(default_job: Job) -> None:
         sampled = [row for row in default_job.samples if row["iteration"] == iteration and not row["greedy"]]
         assert len(sampled) == NUM_ROWS
         assert sum(row["reward"] for row in sampled) / NUM_ROWS == pytest.approx(default_job.metrics[iteration]["reward/mean"])
+    # B105: greedy answers, the one kind of evaluation, carry the iteration of the record of the same weights.
+    assert sorted({row["iteration"] for row in default_job.samples if row["greedy"]}) == [0, NUM_ITERATIONS - 1]
 
 
 def test_rollout_ranks_receive_their_shard_and_agree_with_the_trainer(default_job: Job) -> None:
