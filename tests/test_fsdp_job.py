@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from toy_models import make_toy
-from train_support import PROGRAM, Processes, make_inputs, read_lines, tiny_flags, warnings_in
+from train_support import Processes, make_inputs, run_job, stopped_after, warnings_in
 
 from benchmarks.fault_judge import differences, saved_tensors
 from megatron_ppo.__main__ import main
@@ -23,52 +21,25 @@ PPO = {"kl_coef": 0.05, "kl_target": 0.5, "lr_warmup_steps": 3, "num_logged_samp
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
-@dataclass(frozen=True)
-class Job:
-    """A finished launch."""
-
-    folder: Path
-    output: str
-
-    @property
-    def metrics(self) -> list[dict[str, Any]]:
-        """Records of metrics.jsonl."""
-        return read_lines(self.folder / "metrics.jsonl")
-
-    @property
-    def samples(self) -> list[dict[str, Any]]:
-        """Records of samples.jsonl."""
-        return read_lines(self.folder / "samples.jsonl")
-
-
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Model, tokenizer and prompts."""
     return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def launch(inputs: Path, run_dir: Path, num_ranks: int, **fields: object) -> Job:
-    """One torchrun to its end."""
-    settings = {**PPO, **fields}
-    with Processes(run_dir.parent / f"log_{len(list(run_dir.parent.iterdir()))}") as processes:
-        processes.torchrun(num_ranks, [*PROGRAM, *tiny_flags(inputs, run_dir, **settings)])
-        code = processes.wait(LAUNCH_TIMEOUT_S)
-        assert code == 0, processes.output()
-        assert processes.alive() == []
-        return Job(run_dir, processes.output())
-
-
 def test_the_same_training_as_with_megatron(inputs: Path, tmp_path: Path) -> None:
-    """Two training ranks and two vLLM replicas: the same tokens and rewards, then the same training within rounding; every byte of the
-    engines' parameters is received once a sync, and the trainer gives tokens the log-prob that vLLM gave."""
-    common = {"rollout_world_size": 2, "verify_weights": True}
-    ours = launch(inputs, tmp_path / "fsdp", 4, backend="fsdp", save_hf_interval=0, **common)
-    theirs = launch(inputs, tmp_path / "megatron", 4, **common)
+    """Two training ranks; two vLLM replicas for FSDP, one for Megatron, which changes no sample: the same tokens and rewards, then the same
+    training within rounding; every byte of the engines' parameters is received once a sync, and the trainer gives tokens the log-prob that
+    vLLM gave."""
+    common = {**PPO, "verify_weights": True}
+    ours = run_job(inputs, tmp_path / "fsdp", 4, backend="fsdp", save_hf_interval=0, rollout_world_size=2, **common)
+    theirs = run_job(inputs, tmp_path / "megatron", 3, rollout_world_size=1, **common)
     assert warnings_in(ours.output) == []
     assert len(ours.metrics) == 2
     assert [row for row in ours.samples if row["iteration"] == 0] == [row for row in theirs.samples if row["iteration"] == 0]
     for mine, other in zip(ours.metrics, theirs.metrics, strict=True):
-        assert mine["refit/received_bytes"] == mine["refit/shard_bytes"] == other["refit/received_bytes"] > 0
+        assert mine["refit/received_bytes"] == mine["refit/shard_bytes"] > 0
+        assert other["refit/received_bytes"] == other["refit/shard_bytes"] > 0
         assert mine["logprob_diff/max"] < 1e-4
         for key, value in other.items():
             if not key.startswith(("time/", "logprob_diff/", "refit/")) and key != "tokens_per_s":
@@ -111,17 +82,13 @@ def test_b84_two_and_two_are_four_bit_for_bit(inputs: Path, tmp_path: Path) -> N
 
     The second half is colocated: a checkpoint knows no placement.
     """
-    fields = {"backend": "fsdp", "fsdp_shard_size": 1, "params_dtype": "bfloat16", "rollout_backend": "hf", "rollout_dtype": "bfloat16"}
-    fields |= {"save_interval": 2, "async_save": True}
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    first = launch(inputs, whole, 4, train_iters=4, rollout_world_size=2, **fields)
-    launch(inputs, halves, 4, train_iters=2, rollout_world_size=2, **fields)
-    assert "resuming after iteration 2 from" in launch(inputs, halves, 2, train_iters=4, rollout_world_size=0, **fields).output
-    for folder in (whole, halves):  # greedy answers of an iteration that was the last of its launch, but not of the run
-        rows = [row for row in read_lines(folder / "samples.jsonl") if not row["greedy"] or row["iteration"] in (0, 3)]
-        (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert differences(whole, halves, 4) == []
-    saved = saved_tensors(whole / "checkpoints" / "iter_0000004" / "fsdp")
+    fields = {**PPO, "backend": "fsdp", "fsdp_shard_size": 1, "params_dtype": "bfloat16", "rollout_backend": "hf"}
+    fields |= {"rollout_dtype": "bfloat16", "save_interval": 2, "async_save": True, "train_iters": 4}
+    whole = run_job(inputs, tmp_path / "whole", 4, rollout_world_size=2, **fields)
+    resumed = run_job(inputs, stopped_after(whole.folder, 2, tmp_path / "resumed"), 2, rollout_world_size=0, **fields)
+    assert "resuming after iteration 2 from" in resumed.output
+    assert differences(whole.folder, resumed.folder, 4) == []
+    saved = saved_tensors(whole.folder / "checkpoints" / "iter_0000004" / "fsdp")
     assert saved["actor.model.model.embed_tokens.weight"].dtype == torch.float32, "masters, not what they are rounded to"
-    for record in first.metrics:
+    for record in whole.metrics:
         assert record["refit/received_bytes"] == record["refit/shard_bytes"] > 0
