@@ -7,6 +7,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -96,42 +97,57 @@ def test_every_backend_has_a_mesh_of_its_own() -> None:
         assert backend == "megatron" or config.model_parallel_size == 1
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_quickstart_runs_twice_in_one_folder(tmp_path: Path) -> None:
-    """Shortened to 2 iterations; the second run keeps what the first one left."""
-    for _ in range(2):
-        output = run_quickstart("--train-iters", "2", "--mesh", "tp=1", "--run-dir", str(tmp_path / "run"))
-        for part in ("iteration 2/2", "mean reward", "update", "learning_curve.png", "hf"):
-            assert part in output
-    names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert {"metrics.jsonl", "metrics.1.jsonl", "hf", "hf.1", "config.yaml", "learning_curve.png", "samples.jsonl"} <= names
-    assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 2
+@dataclass(frozen=True)
+class Learned:
+    """What the documented default command printed and left."""
+
+    run_dir: Path
+    output: str
+    records: list[dict[str, object]]
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Learned:
+    """The command without any flag but the run folder's, to its end."""
+    run_dir = tmp_path_factory.mktemp("learned") / "run"
+    output = run_quickstart("--run-dir", str(run_dir))
+    return Learned(run_dir, output, read_lines(run_dir / "metrics.jsonl"))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_quickstart_runs_with_fsdp_on_the_ranks_that_sample(tmp_path: Path) -> None:
-    """Shortened to 2 iterations; the other variants differ from this one and the default in flags that jobs of other tests have."""
-    output = run_quickstart(
-        *("--backend", "fsdp", "--mesh", "dp=2,colocated", "--rollout-backend", "hf", "--train-iters", "2"),
-        *("--run-dir", str(tmp_path / "run")),
-    )
-    assert "quickstart: 2 ranks" in output and "iteration 2/2" in output
-    assert all(record["refit/received_bytes"] == record["refit/shard_bytes"] for record in read_lines(tmp_path / "run" / "metrics.jsonl"))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_quickstart_learns(tmp_path: Path) -> None:
+def test_the_quickstart_learns(learned: Learned) -> None:
     """From random weights to nine tenths of the reward, training TP=2 with two vLLM replicas."""
-    run_quickstart("--run-dir", str(tmp_path / "run"))
-    records = read_lines(tmp_path / "run" / "metrics.jsonl")
-    rewards = [float(str(record["reward/mean"])) for record in records]
+    assert_output_shows(learned.output, num_iterations=100)
+    rewards = [float(str(record["reward/mean"])) for record in learned.records]
     assert rewards[0] <= 0.35
     assert sum(rewards[-10:]) / 10 >= 0.9
+    assert all(record["refit/received_bytes"] == record["refit/shard_bytes"] for record in learned.records)
+    assert all(float(str(record["refit/shard_bytes"])) > 0 for record in learned.records)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_quickstart_runs_again_in_its_folder_with_fsdp_on_the_ranks_that_sample(learned: Learned) -> None:
+    """Shortened to 2 iterations; the second run keeps what the first one left. Other variants differ in flags that other jobs have."""
+    output = run_quickstart(
+        *("--backend", "fsdp", "--mesh", "dp=2,colocated", "--rollout-backend", "hf", "--train-iters", "2"),
+        *("--run-dir", str(learned.run_dir)),
+    )
+    assert "quickstart: 2 ranks" in output
+    assert_output_shows(output, num_iterations=2)
+    names = {path.name for path in learned.run_dir.iterdir()}
+    assert {"metrics.jsonl", "metrics.1.jsonl", "hf", "hf.1", "config.yaml", "learning_curve.png", "samples.jsonl"} <= names
+    assert read_lines(learned.run_dir / "metrics.1.jsonl") == learned.records
+    records = read_lines(learned.run_dir / "metrics.jsonl")
+    assert len(records) == 2
     assert all(record["refit/received_bytes"] == record["refit/shard_bytes"] for record in records)
-    assert all(float(str(record["refit/shard_bytes"])) > 0 for record in records)
+
+
+def assert_output_shows(output: str, num_iterations: int) -> None:
+    """Progress to the end, the curve's numbers, the time split, and where everything lies."""
+    for part in (f"iteration {num_iterations}/{num_iterations}", "mean reward", "update", "learning_curve.png", "hf"):
+        assert part in output
 
 
 @pytest.mark.slow
@@ -139,8 +155,8 @@ def test_the_quickstart_learns(tmp_path: Path) -> None:
 def test_pretrained_weights_arrive_in_the_rollout(tmp_path: Path) -> None:
     """SmolLM2: the greedy answers before any update are sentences about what was asked."""
     output = run_quickstart(
-        *("--model", "smollm2", "--train-iters", "1", "--run-dir", str(tmp_path / "run"), "--max-response-length", "24"),
-        *("--samples-per-prompt", "2", "--global-batch-size", "8", "--micro-batch-size", "4"),
+        *("--model", "smollm2", "--train-iters", "1", "--run-dir", str(tmp_path / "run"), "--max-response-length", "16"),
+        *("--samples-per-prompt", "1", "--global-batch-size", "4", "--micro-batch-size", "4"),
     )
     assert "1 iterations in" in output
     greedy = [sample for sample in read_lines(tmp_path / "run" / "samples.jsonl") if sample["greedy"] and sample["iteration"] == 0]
