@@ -128,7 +128,8 @@ def config_difference(saved: Config, present: Config, accepted: Collection[str])
     if not rows:
         return ""
     names = " ".join(name for name, _, _ in rows)
-    return f"{two_columns('field', rows)}\nGive the fields their old values, or allow the change: --allow-changed {names}"
+    remedy = f"Give the fields their old values, or allow the change: --allow-changed {names}, or begin anew: --resume never"
+    return f"{two_columns('field', rows)}\n{remedy}, or another --run-dir"
 
 
 def two_columns(head: str, rows: list[tuple[str, str, str]]) -> str:

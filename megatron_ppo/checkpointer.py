@@ -184,6 +184,7 @@ class Checkpointer:
             checkpoints.finish(state.iteration, state, config_text(self._config), digests)
         except (OSError, ValueError) as error:
             return _words(error)
+        print(f"saved the checkpoint of iteration {state.iteration}", flush=True)
         return ""
 
     def _give_up(self, iteration: int, fault: str, *, must: bool) -> None:

@@ -63,20 +63,29 @@ def find_source(path: Path) -> Source:
     if (path / "config.json").is_file():
         return Source("hf", path)
     if (path / "COMPLETE").is_file() or (path / STORE).is_dir():
-        return Source("checkpoint", path)
+        return _of_checkpoint(path)
     if (path / "metadata.json").is_file() or (path / ".metadata").is_file():
         return Source("torch_dist", path)
     for root in (path / "checkpoints", path):
         if root.is_dir():
             newest = _newest(root)
             if newest is not None:
-                return Source("checkpoint", newest)
+                return _of_checkpoint(newest)
     if (path / "checkpoints").is_dir() or (path / "config.yaml").is_file():
         raise ValueError(f"{path} is a run folder without a checkpoint; the run has saved none yet (--save-interval)")
     raise ValueError(
         f"{path} is none of these: a folder in Hugging Face format (config.json, *.safetensors), a checkpoint of a run, a run folder, "
         f"a distributed checkpoint of megatron-core (metadata.json, *.distcp){_hint(path.iterdir())}"
     )
+
+
+def _of_checkpoint(path: Path) -> Source:
+    if (path / "fsdp").is_dir() and not (path / STORE).is_dir():
+        raise ValueError(
+            f"{path} was written by backend fsdp, whose checkpoints are not read here: let the run export its actor, by going on with the "
+            "same command and --save-hf-interval 0, which leaves a Hugging Face folder hf in the run folder"
+        )
+    return Source("checkpoint", path)
 
 
 def _of_file(path: Path) -> Source:

@@ -327,7 +327,7 @@ def _own_name(num_nodes: int) -> Finding:
         )
     if ipaddress.ip_address(address).is_loopback and "GLOO_SOCKET_IFNAME" not in os.environ:
         remedy = "other hosts cannot reach gloo there: set GLOO_SOCKET_IFNAME to an interface that they reach"
-        return Finding("own name", f"{name} is {address}", "broken" if num_nodes > 1 else "ok", remedy if num_nodes > 1 else "")
+        return Finding("own name", f"{name} is {address}", "broken" if num_nodes > 1 else "note", remedy)
     return Finding("own name", f"{name} is {address}")
 
 

@@ -153,11 +153,23 @@ def _nothing_usable(config: Config, faults: list[str]) -> str:
     return f"resume = {config.checkpoint.resume} cannot be used:{listed}"
 
 
+def _check_backend(folder: Path, backend: str) -> None:
+    """``InputError`` where the tensors are another backend's."""
+    stored = [name for name in TENSOR_FOLDERS if (folder / name).is_dir()]
+    if backend not in stored:
+        raise InputError(
+            f"{folder} was written with backend {stored[0]} and cannot be read with backend {backend}: resume with --backend {stored[0]}, "
+            "or begin a run of its own from the weights: export them (--save-hf-interval 0 leaves hf in the run folder) and give "
+            "--load-hf RUN/hf --resume never or another --run-dir"
+        )
+
+
 def _point(config: Config, world: World, candidate: _Candidate, prompts: str) -> ResumePoint:
     """Rank 0: read the state, and refuse a configuration that means something else."""
     if candidate.folder is None:
         return ResumePoint()
     folder = Path(candidate.folder)
+    _check_backend(folder, config.parallel.backend)
     try:
         if not (folder / STATE_FILE).is_file():
             return ResumePoint(folder, None, candidate.is_own)
@@ -177,12 +189,12 @@ def _point(config: Config, world: World, candidate: _Candidate, prompts: str) ->
         state = dataclasses.replace(state, kl_coef=config.algorithm.kl_coef)
     if state.iteration > config.training.train_iters:
         raise InputError(f"{folder} has finished {state.iteration} iterations, but train_iters = {config.training.train_iters}")
+    notice = mesh_difference(state.mesh, config.mesh_sizes(world.world_size))
+    print(f"resuming after iteration {state.iteration} from {folder}" + (f"\n{notice}" if notice else ""), flush=True)
     if state.iteration == config.training.train_iters:
         print(
             "nothing is left to do: raise --train-iters to go on (with a rate that decays also --allow-changed train_iters), or say "
             "--resume never to begin anew",
             flush=True,
         )
-    notice = mesh_difference(state.mesh, config.mesh_sizes(world.world_size))
-    print(f"resuming after iteration {state.iteration} from {folder}" + (f"\n{notice}" if notice else ""), flush=True)
     return ResumePoint(folder, state, candidate.is_own)

@@ -190,7 +190,7 @@ class Run:
                 self._summarise(resume.iteration + writer.num_records)
             if stopped is not None and self._folder is not None:
                 (self._folder.path / PREEMPTED).write_text(f"{stopped}\n", encoding="utf-8")
-                print(f"{stopped}", flush=True)
+                print(f"{stopped}; the same command goes on from there", flush=True)
 
     def _rewards(self) -> RewardPool | None:
         """The function reward of a replica's head."""

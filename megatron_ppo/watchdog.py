@@ -335,7 +335,7 @@ class Watchdog:
             return f"{self._failure.traceback}{self._world.describe(me)} failed in phase {verdict.phase}: {verdict.error}; ending"
         if verdict.rank == me:
             return f"{self._world.describe(me)} was not heard of for too long in phase {verdict.phase}, so the launch ends; ending"
-        how = f"{verdict.kind} in phase {verdict.phase}" + (f": {verdict.error.splitlines()[0]}" if verdict.error else "")
+        how = f"{verdict.kind} in phase {verdict.phase}" + (f": {verdict.error.splitlines()[0].rstrip(':')}" if verdict.error else "")
         return f"{self._world.describe(verdict.rank)} {how}; {self._own_part(verdict.error)}"
 
     def _own_part(self, first_error: str = "") -> str:

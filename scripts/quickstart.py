@@ -166,13 +166,17 @@ def launch(num_ranks: int, train_flags: list[str]) -> int:
     }
     process = subprocess.Popen(command, env=environment)
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-    for _ in range(2):
-        try:
-            return process.wait()
-        except KeyboardInterrupt:  # the ranks have heard it too: they end the iteration, write their records and go
-            print("quickstart: stopping after this iteration; press Ctrl-C again to stop at once", flush=True)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:  # the ranks have heard it too: they end the iteration, write their records and go
+        print("quickstart: stopping after this iteration; press Ctrl-C again to stop at once", flush=True)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        print("quickstart: stopping at once; iterations after the last checkpoint are lost", flush=True)
     process.kill()
-    return process.wait()
+    process.wait()
+    return 128 + signal.SIGINT
 
 
 def show(run_dir: Path) -> None:

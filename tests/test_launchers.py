@@ -1,7 +1,7 @@
 """The launch scripts: what they hand on, and what becomes of a preempted job.
 
-Stand-ins for srun, scontrol and a torchrun of several nodes show the command lines; one job runs under the real torchrun. The real Slurm is
-test_slurm_cluster.py's.
+Stand-ins for srun, scontrol and the interpreter of a torchrun of several nodes show the command lines; one job runs under the real
+torchrun. The real Slurm is test_slurm_cluster.py's.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ case "$0" in */srun) [ -z "$PREEMPT" ] || { mkdir -p "$PREEMPT"; touch "$PREEMPT
 
 
 def run_script(name: str, arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    """The script with this environment's python first on the path."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    """The script with this environment's python."""
     variables = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "TORCHELASTIC"))}
     return subprocess.run(
         ["bash", str(ROOT / "scripts" / name), *arguments],
-        env=variables | {"PATH": path, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"} | environment,
+        env=variables | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"} | environment,
         capture_output=True,
         text=True,
         timeout=280,
@@ -44,8 +43,7 @@ def run_in_slurm(folder: Path, arguments: list[str], **environment: str) -> tupl
     calls = folder / "calls"
     calls.touch()
     job = {"CALLS": str(calls), "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "30123"}
-    path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = run_script("train_slurm.sh", arguments, PATH=path, **(job | environment))
+    done = run_script("train_slurm.sh", arguments, PATH=f"{folder}:{os.environ['PATH']}", **(job | environment))
     return done, calls.read_text().splitlines()
 
 
@@ -59,7 +57,7 @@ def test_the_slurm_script_starts_one_task_a_rank_and_queues_a_preempted_job_agai
     environment = {"PREEMPT": str(tmp_path / "run") if preempted else "", "CODE": "143", "SLURM_CPUS_PER_TASK": "7"}
     done, said = run_in_slurm(tmp_path, arguments, **environment)
     assert done.returncode == (0 if preempted else 143), done.stderr
-    assert f"srun --kill-on-bad-exit=1 --distribution=block python -m megatron_ppo train {' '.join(arguments)} " in said[0]
+    assert f"srun --kill-on-bad-exit=1 --distribution=block {sys.executable} -m megatron_ppo train {' '.join(arguments)} " in said[0]
     assert "CPUS=7" in said[0]
     assert any("scontrol requeue 30123" in line for line in said) == preempted
 
@@ -93,22 +91,24 @@ def test_a_flag_that_does_not_exist_starts_nothing(tmp_path: Path) -> None:
 
 def test_torchrun_on_several_nodes(tmp_path: Path) -> None:
     """What torchrun gets: one rendezvous for all nodes, restarts, and time to save after a SIGTERM."""
-    (tmp_path / "torchrun").write_text(STANDIN)
-    (tmp_path / "torchrun").chmod(0o755)
+    (tmp_path / "interpreter").write_text(STANDIN)
+    (tmp_path / "interpreter").chmod(0o755)
     environment = {
         "CALLS": str(tmp_path / "calls"),
         "NNODES": "2",
         "RDZV_ENDPOINT": "node7:29500",
         "NPROC_PER_NODE": "8",
         "MAX_RESTARTS": "5",
+        "PYTHON": str(tmp_path / "interpreter"),
     }
-    done = run_script("train_torchrun.sh", ["--seed", "3"], PATH=f"{tmp_path}:{os.environ['PATH']}", **environment)
+    done = run_script("train_torchrun.sh", ["--seed", "3"], **environment)
     assert done.returncode == 0, done.stderr
     assert (
         (tmp_path / "calls")
         .read_text()
         .startswith(
-            "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint node7:29500 --rdzv-id megatron_ppo --nproc-per-node 8 "
+            "interpreter -m torch.distributed.run --nnodes 2 "
+            "--rdzv-backend c10d --rdzv-endpoint node7:29500 --rdzv-id megatron_ppo --nproc-per-node 8 "
             "--max-restarts 5 --shutdown-timeout 1800 -m megatron_ppo train --seed 3 "
         )
     )

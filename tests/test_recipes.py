@@ -160,22 +160,28 @@ REAL = {"MODEL_PATH": "/models/m", "PROMPT_DATA": "/data/p.jsonl"}
             {"PYTHON": "/env/bin/python"},
             "srun --nodes 72 --ntasks-per-node 8 --kill-on-bad-exit=1 --distribution=block /env/bin/python -m megatron_ppo train",
         ),
-        (["slurm"], {}, "sbatch --job-name llama3.1_405b --nodes 72 --ntasks-per-node 8 --gpus-per-node 8 {scripts}/train_slurm.sh"),
+        (
+            ["slurm"],
+            {"CPUS_PER_GPU": "12"},
+            "sbatch --job-name llama3.1_405b --nodes 72 --ntasks-per-node 8 --cpus-per-task 12 --gpus-per-node 8 {scripts}/train_slurm.sh",
+        ),
         (
             ["slurm"],
             {"LAUNCHER": "torchrun", "PARTITION": "big"},
-            "sbatch --job-name llama3.1_405b --nodes 72 --ntasks-per-node 1 --gpus-per-node 8 --partition big {scripts}/train_slurm.sh",
+            "sbatch --job-name llama3.1_405b --nodes 72 --ntasks-per-node 1 --cpus-per-task 64 --gpus-per-node 8 --partition big "
+            "{scripts}/train_slurm.sh",
         ),
         (
             ["slurm"],
             {"PARTITION": "h100", "ROLLOUT_PARTITION": "h200"},
-            "sbatch --job-name llama3.1_405b --nodes 64 --ntasks-per-node 8 --gpus-per-node 8 --partition h100 : "
-            "--nodes 8 --ntasks-per-node 8 --gpus-per-node 8 --partition h200 {scripts}/train_slurm.sh",
+            "sbatch --job-name llama3.1_405b --nodes 64 --ntasks-per-node 8 --cpus-per-task 8 --gpus-per-node 8 --partition h100 : "
+            "--nodes 8 --ntasks-per-node 8 --cpus-per-task 8 --gpus-per-node 8 --partition h200 {scripts}/train_slurm.sh",
         ),
         (
             ["torchrun"],
             {"RDZV_ENDPOINT": "node1:29500"},
-            "torchrun --nnodes 72 --rdzv-backend c10d --rdzv-endpoint node1:29500 --rdzv-id llama3.1_405b --nproc-per-node 8 "
+            "interpreter -m torch.distributed.run --nnodes 72 "
+            "--rdzv-backend c10d --rdzv-endpoint node1:29500 --rdzv-id llama3.1_405b --nproc-per-node 8 "
             "--max-restarts 2 --shutdown-timeout 1800 -m megatron_ppo train",
         ),
     ],
@@ -184,16 +190,23 @@ def test_a_recipe_starts_by_each_launcher(
     recipes: dict[str, Recipe], tmp_path: Path, arguments: list[str], environment: dict[str, str], launch: str
 ) -> None:
     """The same flags as those that are planned, but for the model and the prompts."""
-    for name in ("srun", "sbatch", "torchrun"):
+    for name in ("srun", "sbatch", "interpreter"):
         (tmp_path / name).write_text(STANDIN)
         (tmp_path / name).chmod(0o755)
-    done = run_recipe("llama3.1_405b", [*arguments, "--seed", "3"], PATH=f"{tmp_path}:{os.environ['PATH']}", **(REAL | environment))
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": str(tmp_path / "interpreter")} | REAL | environment
+    done = run_recipe("llama3.1_405b", [*arguments, "--seed", "3"], **environment)
     assert done.returncode == 0, done.stderr
     launch = launch.format(scripts=ROOT / "scripts")
     assert done.stdout.startswith(launch)
     flags = shlex.split(done.stdout.removeprefix(launch))
     expected = recipes["llama3.1_405b"].config.replace(seed=3, model_path=REAL["MODEL_PATH"], prompt_data=REAL["PROMPT_DATA"])
     assert parse_arguments(flags, program="test") == expected
+
+
+def test_a_partition_of_its_own_holds_whole_nodes() -> None:
+    done = run_recipe("llama3.1_8b", ["slurm"], **(REAL | {"NODES": "3", "ROLLOUT_WORLD_SIZE": "12", "ROLLOUT_PARTITION": "roll"}))
+    assert done.returncode == 2 and done.stdout == ""
+    assert "--rollout-world-size 12 must be a multiple of GPUS_PER_NODE=8" in done.stderr
 
 
 @pytest.mark.slow

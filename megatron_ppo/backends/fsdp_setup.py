@@ -15,6 +15,7 @@ parallelism, which ``config_checks.py`` refuses.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -215,9 +216,15 @@ def _recompute(layer: nn.Module, granularity: str) -> None:
     module.forward = checkpointed
 
 
+@functools.cache
+def _warn_of_offload() -> None:
+    """Once, not for every network."""
+    logger.warning("cpu_offload gains nothing here: without a GPU all weights are in host memory anyway")
+
+
 def _offload_policy(config: Config) -> OffloadPolicy:
     if config.parallel.cpu_offload != "always":
         return OffloadPolicy()
     if not device.has_cuda() and dist.get_rank() == 0:
-        logger.warning("cpu_offload gains nothing here: without a GPU all weights are in host memory anyway")
+        _warn_of_offload()
     return CPUOffloadPolicy(pin_memory=device.has_cuda())  # pages that a GPU reads from

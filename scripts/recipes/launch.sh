@@ -14,14 +14,14 @@
 #   bash scripts/recipes/llama3.1_8b.sh plan --tensor-model-parallel-size 8
 # Beside the flags:
 #   NODES, GPUS_PER_NODE (8)     the launch: all their ranks
+#   CPUS_PER_GPU (8)             slurm: cores of each rank, for its loaders and reward processes
 #   MODEL_PATH, PROMPT_DATA      required to run. `plan` takes the shape of the model that comes with the package
 #   ROLLOUT_PARTITION            slurm: the rollout nodes come from this partition, as a component of their own; PARTITION: the training nodes
 #   SBATCH_TIMELIMIT, SBATCH_ACCOUNT, SBATCH_PARTITION, ...     as sbatch reads them
 set -euo pipefail
 : "${model:?}" "${nodes:?}" "${flags:?}"  # this file is sourced by a recipe
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-python=${PYTHON:-$root/.venv/bin/python}  # what scripts/setup.sh makes; an environment of your own comes first
-[ -n "${PYTHON:-}" ] || { [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && [ -x "$python" ]; } || python=python
+. "$root/scripts/interpreter.sh"
 
 nodes=${NODES:-$nodes}
 gpus=${GPUS_PER_NODE:-8}
@@ -96,7 +96,7 @@ for name in MODEL_PATH PROMPT_DATA; do
     flag=${flag//_/-}
     given=$(value_of "$flag" "$@")
     if [ -z "$given" ]; then
-        [ "$command" = show ] || : "${!name:?set $name, or give $flag: this run needs it}"
+        [ "$command" = show ] || [ -n "${!name:-}" ] || { echo "recipe: set $name, or give $flag: this run needs it" >&2; exit 2; }
         resolved+=("$flag" "${!name:-$name}")
     fi
 done
@@ -108,12 +108,18 @@ case $command in
         exec srun --nodes "$nodes" --ntasks-per-node "$gpus" --kill-on-bad-exit=1 --distribution=block \
             "$python" -m megatron_ppo train "${resolved[@]}" "$@" ;;
     slurm)
-        tasks=$gpus
-        [ "${LAUNCHER:-srun}" = srun ] || tasks=1
-        size() { echo "--nodes $1 --ntasks-per-node $tasks --gpus-per-node $gpus ${2:+--partition $2}"; }
+        tasks=$gpus cpus=${CPUS_PER_GPU:-8}
+        [ "${LAUNCHER:-srun}" = srun ] || tasks=1 cpus=$((cpus * gpus))
+        size() { echo "--nodes $1 --ntasks-per-node $tasks --cpus-per-task $cpus --gpus-per-node $gpus ${2:+--partition $2}"; }
         components=($(size "$nodes" "${PARTITION:-}"))
         if [ -n "${ROLLOUT_PARTITION:-}" ]; then
-            rollout_nodes=$(($(value_of --rollout-world-size "${resolved[@]}" "$@") / gpus))
+            rollout_ranks=$(value_of --rollout-world-size "${resolved[@]}" "$@")
+            rollout_nodes=$((rollout_ranks / gpus))
+            if [ $((rollout_nodes * gpus)) != "$rollout_ranks" ] || [ "$rollout_nodes" = 0 ] || [ "$rollout_nodes" -ge "$nodes" ]; then
+                echo "recipe: a partition of its own holds whole nodes: --rollout-world-size $rollout_ranks must be a multiple of" \
+                    "GPUS_PER_NODE=$gpus, above 0 and below NODES x GPUS_PER_NODE = $world_size; or leave out ROLLOUT_PARTITION" >&2
+                exit 2
+            fi
             components=($(size $((nodes - rollout_nodes)) "${PARTITION:-}") : $(size "$rollout_nodes" "$ROLLOUT_PARTITION"))
         fi
         export SCRIPTS="$root/scripts"
