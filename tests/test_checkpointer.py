@@ -174,6 +174,14 @@ def without_scan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_scan")
+def test_another_backends_tensors_are_refused_with_the_way_over_an_export(one_rank: World, tmp_path: Path) -> None:
+    """Also where the field may change: it says what is meant, and makes nothing readable."""
+    config = make_run(one_rank, tmp_path / "run", 2)
+    with pytest.raises(InputError, match="written with backend megatron and cannot be read with backend fsdp.*--load-hf RUN/hf"):
+        found(config.replace(backend="fsdp", allow_changed=["backend"]), one_rank)
+
+
+@pytest.mark.usefixtures("without_scan")
 def test_a_run_goes_on_from_its_newest_whole_checkpoint(one_rank: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """B82: a damaged one is passed over, and said; where none is whole the run does not begin anew in silence."""
     config = make_run(one_rank, tmp_path / "run", 2, 9, 10)

@@ -327,6 +327,9 @@ def test_bad_sources_are_refused_with_a_remedy(tmp_path: Path, capsys: pytest.Ca
     assert "is a run folder without a checkpoint" in refusal(tmp_path / "run", target, capsys)
     (tmp_path / "run" / "checkpoints" / "latest").write_text("../../elsewhere\n")
     assert "holds '../../elsewhere', not the name of a checkpoint" in refusal(tmp_path / "run", target, capsys)
+    (tmp_path / "run" / "checkpoints" / "iter_0000046" / "fsdp").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "latest").write_text("iter_0000046\n")
+    assert "was written by backend fsdp" in refusal(tmp_path / "run", target, capsys)
 
 
 def test_names_in_an_index_cannot_leave_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
