@@ -76,6 +76,7 @@ class Job:
     prompts: int = 4
     samples: int = 4
     response_length: int = 32
+    rollout_backend: str = "vllm"
 
     def fields(self) -> dict[str, object]:
         """Of the configuration."""
@@ -88,6 +89,7 @@ class Job:
             "micro_batch_size": max(1, rows // 4),  # the same for all meshes: one pass a rank with DP 4, and a pipeline that can fill
             "max_response_length": self.response_length,
             "num_logged_samples": rows,
+            "rollout_backend": self.rollout_backend,
             "kl_coef": 0.01,
             "lr": 1e-5,
             "critic_lr": 1e-5,
@@ -188,6 +190,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2, help="launches of each case")
     for name in ("hidden", "layers", "vocab", "iterations", "prompts", "samples", "response_length"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Job, name), help="(default: %(default)s)")
+    parser.add_argument("--rollout-backend", choices=("vllm", "hf"), default=Job.rollout_backend, help="(default: %(default)s)")
     options = parser.parse_args()
     if options.iterations < 2:
         parser.error("--iterations must be at least 2: the first is left out")

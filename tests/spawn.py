@@ -16,6 +16,7 @@ import queue as queues
 import random
 import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -87,6 +88,37 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         return values
     finally:
         _end(processes, leave=returned)
+
+
+def run_program(num_ranks: int, arguments: Sequence[object], log_folder: Path, timeout_s: float = 500.0, **environment: str) -> str:
+    """``python -m megatron_ppo ARGUMENTS`` on every rank of a launch, to its good end: what the ranks have written, in rank order.
+
+    For jobs of which neither the launcher nor what the first import of a library says is the point: what ranks import is imported already.
+    ``environment`` is set above a rank's own. ``AssertionError`` with the output where a rank fails or the time is over; none outlives it.
+    """
+    log_folder.mkdir(parents=True)
+    logs = [log_folder / f"rank{rank}.log" for rank in range(num_ranks)]
+    port, processes = free_port(), []
+    # As the project's launchers set the first.
+    own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(_TESTS.parent), **environment}
+    until = time.monotonic() + timeout_s
+    try:
+        for rank, log in enumerate(logs):
+            variables = rank_environment(rank, num_ranks, port) | own
+            processes.append(start_process(_program_main, (list(map(str, arguments)),), variables, log))
+        while any(process.exitcode is None for process in processes) and time.monotonic() < until:
+            time.sleep(0.05)
+        output = "".join(log.read_text(encoding="utf-8", errors="replace") for log in logs if log.exists())
+        assert [process.exitcode for process in processes] == [0] * num_ranks, output
+        return output
+    finally:
+        _end(processes, leave=False)
+
+
+def _program_main(arguments: list[str]) -> None:
+    from megatron_ppo.__main__ import main
+
+    sys.exit(main(arguments))
 
 
 def _process_main(function: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str], log: Path | None) -> None:

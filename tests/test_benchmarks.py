@@ -70,10 +70,14 @@ def test_refit_benchmark_covers_experts_megatron_core_and_large_jobs(tmp_path: P
 
 
 @pytest.mark.slow
-def test_backends_benchmark_compares_equal_jobs_and_counts_their_memory(tmp_path: Path) -> None:
-    """Megatron on four colocated ranks and FSDP on 2 + 2, as small as can be. The program itself compares samples and first steps."""
+@pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.exhaustive)])
+def test_backends_benchmark_compares_equal_jobs_and_counts_their_memory(tmp_path: Path, engine: str) -> None:
+    """Megatron on four colocated ranks and FSDP on 2 + 2, as small as can be. The program itself compares samples and first steps.
+
+    What it counts of a vLLM engine: ``test_vllm_backend.py``.
+    """
     sizes = ["--hidden", "128", "--layers", "2", "--vocab", "256", "--iterations", "2", "--samples", "2", "--response-length", "4"]
-    chosen = ["--rounds", "1", "--case", "TP2 DP2", "--case", "FSDP 2, 2 + 2"]
+    chosen = ["--rounds", "1", "--case", "TP2 DP2", "--case", "FSDP 2, 2 + 2", "--rollout-backend", engine]
     run_script("backends.py", *sizes, *chosen, "--json", str(tmp_path / "backends.json"), "--png", str(tmp_path / "backends.png"))
     found = json.loads((tmp_path / "backends.json").read_text(encoding="utf-8"))
     assert found["faults"] == [] and (tmp_path / "backends.png").stat().st_size > 10_000
@@ -87,7 +91,7 @@ def test_backends_benchmark_compares_equal_jobs_and_counts_their_memory(tmp_path
     for held in trainers:
         assert held["optimizer"] == 2 * held["weights"] and held["cache"] == held["engine"] == 0 < held["gathered"] < whole
     for rank in fsdp["ranks"][2:] + megatron["ranks"]:
-        assert rank["bytes"]["engine"] >= whole and rank["bytes"]["cache"] > 0
+        assert rank["bytes"]["engine"] >= whole and (rank["bytes"]["cache"] > 0) == (engine == "vllm")
     for rank in megatron["ranks"]:
         held = rank["bytes"]
         assert held["gathered"] == 0 and held["gradients"] >= held["weights"] > whole / 2

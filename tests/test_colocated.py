@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from forked_jobs import forked_job
 from safetensors.torch import load_file
+from spawn import run_program
 from toy_models import make_toy
 from train_support import PROGRAM, Job, Processes, make_inputs, promised, read_lines, run_job, stopped_after, tiny_flags, warnings_in
 
@@ -47,7 +49,7 @@ def test_megatron_tp2_equals_disjoint_meshes_bit_for_bit(inputs: Path, tmp_path:
     """Two vLLM replicas on the two ranks that train, the optimizer out of their way, against one on a rank of its own."""
     fields = {**PPO, "tensor_model_parallel_size": 2, "save_hf_interval": 0, "params_dtype": "bfloat16", "rollout_dtype": "bfloat16"}
     colocated = run_job(inputs, tmp_path / "colocated", 2, rollout_world_size=0, cpu_offload="sampling", **fields)
-    disjoint = run_job(inputs, tmp_path / "disjoint", 3, rollout_world_size=1, **fields)
+    disjoint = forked_job(inputs, tmp_path / "disjoint", 3, rollout_world_size=1, **fields)
     assert_same_job(colocated, disjoint)
     assert [line for line in warnings_in(colocated.output) if CANNOT_SLEEP not in line] == []
     assert colocated.output.count(CANNOT_SLEEP) == 1 and CANNOT_SLEEP not in disjoint.output
@@ -59,8 +61,8 @@ def test_fsdp_goes_on_on_disjoint_meshes_bit_for_bit(inputs: Path, tmp_path: Pat
     """Two shards; Hugging Face rollouts on the ranks that train, optimizer and gradients out of their way: 2 + 2 = 4, where the other two
     iterations are those of two ranks that train and two that sample. The other way round: ``test_fsdp_job.py``."""
     fields = {**PPO, "backend": "fsdp", "rollout_backend": "hf", "save_interval": 2, "train_iters": 4}
-    whole = run_job(inputs, tmp_path / "whole", 2, rollout_world_size=0, cpu_offload="sampling", **fields)
-    apart = run_job(inputs, stopped_after(whole.folder, 2, tmp_path / "apart"), 4, rollout_world_size=2, **fields)
+    whole = forked_job(inputs, tmp_path / "whole", 2, rollout_world_size=0, cpu_offload="sampling", **fields)
+    apart = forked_job(inputs, stopped_after(whole.folder, 2, tmp_path / "apart"), 4, rollout_world_size=2, **fields)
     assert "resuming after iteration 2 from" in apart.output
     assert differences(whole.folder, apart.folder, 4) == []
 
@@ -71,10 +73,7 @@ def test_verify_proves_a_mixture_on_the_ranks_that_train(tmp_path: Path) -> None
     flags = ["--model-path", model, "--rollout-world-size", 0, "--pipeline-model-parallel-size", 2, "--rollout-tensor-parallel-size", 2]
     flags += ["--max-prompt-length", 24, "--max-response-length", 8, "--rollout-dtype", "bfloat16"]
     flags += ["--vllm-overrides", "kv_cache_memory_bytes", 53687091]
-    with Processes(tmp_path / "log", {"COLUMNS": "200"}) as processes:
-        processes.start(["-m", "megatron_ppo", "verify", *map(str, flags)])
-        assert processes.wait(LAUNCH_TIMEOUT_S) == 0, processes.output()
-        text = processes.output()
+    text = run_program(2, ["verify", *flags], tmp_path / "log", COLUMNS="200")
     assert "tensors on 2 rollout ranks are equal bit for bit" in text
     assert "TP 0 PP 1 DP 0, replica 0 TP 1" in text and text.count("1.000") == 2
 

@@ -1,4 +1,4 @@
-"""Whole jobs with ``--backend fsdp``: real torchrun, vLLM or Hugging Face rollouts, against the Megatron backend; exact resume."""
+"""Whole jobs with ``--backend fsdp``: vLLM or Hugging Face rollouts, against the Megatron backend; exact resume."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked_jobs import forked_job
 from safetensors.torch import load_file
+from spawn import run_program
 from toy_models import make_toy
-from train_support import Processes, make_inputs, run_job, stopped_after, warnings_in
+from train_support import make_inputs, run_job, stopped_after, warnings_in
 
 from benchmarks.fault_judge import differences, saved_tensors
 from megatron_ppo.__main__ import main
 
-LAUNCH_TIMEOUT_S = 500.0
 PPO = {"kl_coef": 0.05, "kl_target": 0.5, "lr_warmup_steps": 3, "num_logged_samples": 32}
 """What has state: an adaptive KL controller, a schedule, Adam's moments of two networks."""
 
@@ -33,7 +34,7 @@ def test_the_same_training_as_with_megatron(inputs: Path, tmp_path: Path) -> Non
     vLLM gave."""
     common = {**PPO, "verify_weights": True}
     ours = run_job(inputs, tmp_path / "fsdp", 4, backend="fsdp", save_hf_interval=0, rollout_world_size=2, **common)
-    theirs = run_job(inputs, tmp_path / "megatron", 3, rollout_world_size=1, **common)
+    theirs = forked_job(inputs, tmp_path / "megatron", 3, rollout_world_size=1, **common)
     assert warnings_in(ours.output) == []
     assert len(ours.metrics) == 2
     assert [row for row in ours.samples if row["iteration"] == 0] == [row for row in theirs.samples if row["iteration"] == 0]
@@ -53,13 +54,10 @@ def test_the_same_training_as_with_megatron(inputs: Path, tmp_path: Path) -> Non
 def test_verify_proves_bytes_and_log_probs_of_three_uneven_shards(tmp_path: Path) -> None:
     """A mixture and vLLM TP 2: 4 experts, 130 rows and heads of one row cut by three, in bf16 on the wire; exact, gathered and counted."""
     model = make_toy(tmp_path / "model", "qwen3_moe", head_dim=32)
-    flags = ["--model-path", model, "--backend", "fsdp", "--num-ranks", 5, "--rollout-world-size", 2, "--rollout-tensor-parallel-size", 2]
+    flags = ["--model-path", model, "--backend", "fsdp", "--rollout-world-size", 2, "--rollout-tensor-parallel-size", 2]
     flags += ["--max-prompt-length", 24, "--max-response-length", 8, "--rollout-dtype", "bfloat16"]
     flags += ["--vllm-overrides", "kv_cache_memory_bytes", 53687091]
-    with Processes(tmp_path / "log", {"COLUMNS": "200"}) as processes:
-        processes.start(["-m", "megatron_ppo", "verify", *map(str, flags)])
-        assert processes.wait(LAUNCH_TIMEOUT_S) == 0, processes.output()
-        text = processes.output()
+    text = run_program(5, ["verify", *flags], tmp_path / "log", COLUMNS="200")
     assert "tensors on 2 rollout ranks are equal bit for bit" in text
     assert "copy 0 shard 2" in text and text.count("1.000") == 2
 
@@ -84,8 +82,8 @@ def test_b84_two_and_two_are_four_bit_for_bit(inputs: Path, tmp_path: Path) -> N
     """
     fields = {**PPO, "backend": "fsdp", "fsdp_shard_size": 1, "params_dtype": "bfloat16", "rollout_backend": "hf"}
     fields |= {"rollout_dtype": "bfloat16", "save_interval": 2, "async_save": True, "train_iters": 4}
-    whole = run_job(inputs, tmp_path / "whole", 4, rollout_world_size=2, **fields)
-    resumed = run_job(inputs, stopped_after(whole.folder, 2, tmp_path / "resumed"), 2, rollout_world_size=0, **fields)
+    whole = forked_job(inputs, tmp_path / "whole", 4, rollout_world_size=2, **fields)
+    resumed = forked_job(inputs, stopped_after(whole.folder, 2, tmp_path / "resumed"), 2, rollout_world_size=0, **fields)
     assert "resuming after iteration 2 from" in resumed.output
     assert differences(whole.folder, resumed.folder, 4) == []
     saved = saved_tensors(whole.folder / "checkpoints" / "iter_0000004" / "fsdp")

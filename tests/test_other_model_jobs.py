@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_jobs import forked_job
 from other_models import make_other
 from safetensors.torch import load_file
-from train_support import PROGRAM, Processes, make_inputs, read_lines, tiny_flags, warnings_in
+from train_support import Processes, make_inputs, run_job, warnings_in
 
 from megatron_ppo.__main__ import main
 
@@ -30,14 +31,11 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def launch(inputs: Path, run_dir: Path, num_ranks: int, kind: str, **fields: object) -> tuple[list[dict[str, Any]], str]:
-    """Records and output of one job."""
+def launch(inputs: Path, run_dir: Path, num_ranks: int, kind: str, *, forked: bool = False, **fields: object) -> tuple[Any, str]:
+    """Records and output of one job, by torchrun or without it."""
     settings = {"model_path": inputs / kind, "backend": "fsdp", "critic": "shared", "num_logged_samples": 4, **fields}
-    with Processes(run_dir.parent / f"log_{run_dir.name}") as processes:
-        processes.torchrun(num_ranks, [*PROGRAM, *tiny_flags(inputs, run_dir, **settings)])
-        code = processes.wait(LAUNCH_TIMEOUT_S)
-        assert code == 0, processes.output()
-        return read_lines(run_dir / "metrics.jsonl"), processes.output()
+    job = (forked_job if forked else run_job)(inputs, run_dir, num_ranks, **settings)
+    return job.metrics, job.output
 
 
 def full_bytes(folder: Path) -> int:
@@ -46,9 +44,7 @@ def full_bytes(folder: Path) -> int:
 
 def test_full_tensors_reach_vllm_of_two_ranks(inputs: Path, tmp_path: Path) -> None:
     """Two shards to one replica of TP 2: chosen by itself, said once, counted, and the trainer gives tokens the log-prob that vLLM gave."""
-    records, output = launch(
-        inputs, tmp_path / "run", 4, "gpt2", rollout_world_size=2, rollout_tensor_parallel_size=2, save_hf_interval=0
-    )
+    records, output = launch(inputs, tmp_path / "run", 4, "gpt2", rollout_world_size=2, rollout_tensor_parallel_size=2, save_hf_interval=0)
     assert len(records) == 2
     for record in records:
         assert record["refit/received_bytes"] == 2 * full_bytes(inputs / "gpt2") > record["refit/shard_bytes"] > 0
@@ -61,7 +57,7 @@ def test_full_tensors_reach_vllm_of_two_ranks(inputs: Path, tmp_path: Path) -> N
 
 def test_colocated_ranks_gather_for_their_own_engines(inputs: Path, tmp_path: Path) -> None:
     """Two ranks that train and sample by turns, a replica each; a separate critic on the same family's trunk."""
-    records, output = launch(inputs, tmp_path / "run", 2, "gemma2", rollout_world_size=0, critic="separate")
+    records, output = launch(inputs, tmp_path / "run", 2, "gemma2", forked=True, rollout_world_size=0, critic="separate")
     for record in records:
         assert record["refit/received_bytes"] == 2 * full_bytes(inputs / "gemma2")
         assert record["logprob_diff/max"] < 1e-4
@@ -69,7 +65,8 @@ def test_colocated_ranks_gather_for_their_own_engines(inputs: Path, tmp_path: Pa
 
 
 def test_the_exact_plan_serves_a_hugging_face_rollout(inputs: Path, tmp_path: Path) -> None:
-    records, output = launch(inputs, tmp_path / "run", 3, "gpt2", rollout_world_size=1, rollout_backend="hf", save_interval=2)
+    fields = {"rollout_world_size": 1, "rollout_backend": "hf", "save_interval": 2}
+    records, output = launch(inputs, tmp_path / "run", 3, "gpt2", forked=True, **fields)
     for record in records:
         assert record["refit/received_bytes"] == record["refit/shard_bytes"] == full_bytes(inputs / "gpt2")
         assert record["logprob_diff/max"] < 1e-4
@@ -83,10 +80,12 @@ SPEC = FamilySpec("GraniteForSequenceClassification")
 """
 
 
-def test_a_family_of_the_users_own_goes_shard_by_shard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_a_family_of_the_users_own_goes_shard_by_shard(tmp_path: Path, capsys: pytest.CaptureFixture[str], size: int) -> None:
     """An entry point names a Llama-like family: ``verify`` proves its bytes and log-probs in vLLM; without it, it says what is missing."""
-    flags = ["--model-path", make_other(tmp_path / "granite", "granite"), "--backend", "fsdp", "--num-ranks", 3, "--rollout-world-size", 2]
-    flags += ["--rollout-tensor-parallel-size", 2, "--max-prompt-length", 24, "--max-response-length", 8, "--heartbeat-timeout-s", 60]
+    flags = ["--model-path", make_other(tmp_path / "granite", "granite"), "--backend", "fsdp", "--num-ranks", 2 + size]
+    flags += ["--rollout-world-size", size, "--rollout-tensor-parallel-size", size]
+    flags += ["--max-prompt-length", 24, "--max-response-length", 8, "--heartbeat-timeout-s", 60]
     command = [*map(str, flags), "--vllm-overrides", "kv_cache_memory_bytes", "53687091"]
     assert main(["verify", *command]) == 2
     text = capsys.readouterr().err
@@ -102,6 +101,6 @@ def test_a_family_of_the_users_own_goes_shard_by_shard(tmp_path: Path, capsys: p
         processes.start(["-m", "megatron_ppo", "verify", *command], PYTHONPATH=f"{package}:{Path(__file__).parents[1]}")
         assert processes.wait(LAUNCH_TIMEOUT_S) == 0, processes.output()
         text = processes.output()
-    assert "tensors on 2 rollout ranks are equal bit for bit" in text and text.count("1.000") == 2
+    assert f"tensors on {size} rollout ranks are equal bit for bit" in text and text.count("1.000") == size
     largest = float(text.partition("differ by at most ")[2].split()[0])
     assert largest < 1e-4, json.dumps(text)

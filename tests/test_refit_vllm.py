@@ -59,7 +59,7 @@ BF16 = {"rollout_dtype": "bfloat16"}
 SHARED = {"critic": "shared", "advantage_estimator": "gae"}
 
 CASES = {
-    "llama tp2 to two replicas": Case("llama", 4, TP2 | TWO_REPLICAS),
+    "llama tp2 with shared critic to two replicas": Case("llama", 4, TP2 | TWO_REPLICAS | SHARED),
     "tied qwen2 pp2 to tp2": Case("qwen2", 4, PP2 | ROLLOUT_TP2, {"tied": True}),
     "qwen3 tp2 pp2 to tp2 in bf16": Case("qwen3", 6, TP2 | PP2 | ROLLOUT_TP2 | BF16, {"vocab_size": 201}),
     "llama tp2 pp2 with shared critic to two replicas": Case("llama", 6, TP2 | PP2 | TWO_REPLICAS | SHARED, {"vocab_size": 201}),
@@ -67,7 +67,8 @@ CASES = {
     "qwen2 tp2 to tp2, trained in bf16": Case("qwen2", 4, TP2 | ROLLOUT_TP2 | BF16 | {"params_dtype": "bfloat16"}, {"vocab_size": 201}),
 }
 MARKS = {  # the exhaustive ones differ from others, and from what test_verify.py moves, in single factors only
-    "llama tp2 to two replicas": [],
+    "llama tp2 with shared critic to two replicas": [],
+    "llama tp2 pp2 with shared critic to two replicas": [pytest.mark.slow, pytest.mark.exhaustive],
     "qwen3 tp2 pp2 to tp2 in bf16": [pytest.mark.slow, pytest.mark.exhaustive],
     "qwen2 tp2 to tp2, trained in bf16": [pytest.mark.slow, pytest.mark.exhaustive],
 }

@@ -220,7 +220,7 @@ def rows(output: str) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("family", "fields", "num_tensors", "num_rollout"),
     [
-        ("mixtral", {"expert_model_parallel_size": 2} | ROLLOUT["TP1 x 2 replicas"], 3 + 4 * (7 + 3 * 4), 2),
+        ("mixtral", {"expert_model_parallel_size": 2, "rollout_world_size": 1}, 3 + 4 * (7 + 3 * 4), 1),
         pytest.param(
             "llama",
             TP2 | ROLLOUT["TP1 x 2 replicas"] | {"rollout_backend": "hf", "num_ranks": 6, "params_dtype": BF16},

@@ -19,6 +19,7 @@ from toy_models import make_toy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from vllm_support import PROMPTS, SAMPLING, SEEDS, SIZES, engine_config, equal, hf_state, mean_error, refusal, worst_difference, write
 
+from benchmarks.backends_rank import _key_value_cache, _num_bytes
 from megatron_ppo.backends.hf import HFBackend
 from megatron_ppo.backends.vllm import VLLMBackend
 from megatron_ppo.families import network_shape
@@ -70,6 +71,7 @@ def _observe_one(rank: int, world_size: int, folder: str, other: str, tied: str)
     _observe_seeds(backend, found)
     _observe_stops(backend, found)
     found["refusals"] = _observe_refusals(backend)
+    found["counted by the benchmark"] = _num_bytes(backend.weights().values()), _num_bytes(_key_value_cache(backend))
     found["bytes"] = backend.shard_bytes(), sum(t.numel() * 4 for t in model.state_dict().values())
     _observe_update(backend, model, other, found)
     state_dict = hf_state(folder)
@@ -343,6 +345,13 @@ def test_shard_bytes_leave_padding_out(one: dict[str, Any], two: list[dict[str, 
     assert sum(rank["llama"]["bytes"] for rank in two) == one["bytes"][0] + norms
 
 
+def test_the_benchmark_of_backends_counts_an_engines_memory(one: dict[str, Any]) -> None:
+    """Its weights with the rows that pad the vocabulary, and its cache: whole blocks in what it was given."""
+    weights, cache = one["counted by the benchmark"]
+    assert weights == one["bytes"][0] + 2 * (192 - 130) * 128 * 4
+    assert 0.9 * 53687091 < cache <= 53687091
+
+
 def test_b31_bf16_engine(one: dict[str, Any]) -> None:
     assert one["bf16 names"] and one["bf16 same"]
     assert one["bf16 error"] < 0.03
@@ -378,6 +387,7 @@ def test_tensor_parallel_samples_the_same(one: dict[str, Any], two: list[dict[st
     assert difference.abs().max() < 1e-5
 
 
+@pytest.mark.exhaustive  # four ranks of two key/value heads are in the default run of test_verify.py, and so is this family on two
 def test_four_ranks_share_two_key_value_heads(tmp_path: Path) -> None:
     folder = str(make_toy(tmp_path / "qwen2", "qwen2", **SIZES))
     found = run_ranks(_observe_four, 4, folder, timeout_s=500)
