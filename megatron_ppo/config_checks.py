@@ -273,7 +273,8 @@ def _algorithm(config: Config) -> Iterator[str]:
     if a.kl_target is not None and a.kl_coef == 0:
         yield "kl_target is set, but kl_coef is 0: the adaptive controller scales it; set kl_coef above 0, or leave kl_target out"
     if config.data.reward is None and m.reward_model_path is None:
-        yield "there is no reward: set reward (exact_match, math, token_accuracy, length, format, module:function or FILE.py:function) or reward_model_path"
+        kinds = "exact_match, math, token_accuracy, length, format, module:function or FILE.py:function"
+        yield f"there is no reward: set reward ({kinds}) or reward_model_path"
 
 
 def _checkpoints(config: Config) -> Iterator[str]:

@@ -64,14 +64,24 @@ def _header(plan: Plan) -> str:
     return "\n".join(
         [
             f"model      {model.model_path}: {network.family}, {network.num_layers} layers{experts}, "
-            f"{plan.traffic.num_parameters / 1e9:.4g} billion parameters, {model.params_dtype}",
-            f"launch     {plan.world_size} ranks on {nodes} nodes of {machine.ranks_per_node} GPUs of {_memory_text(plan)}"
+            f"{_count(plan.traffic.num_parameters)} parameters, {model.params_dtype}",
+            f"launch     {plan.world_size} ranks on {nodes} node{'s' * (nodes > 1)} of {machine.ranks_per_node} GPUs of {_memory_text(plan)}"
             f"{', colocated: all train and sample by turns' if config.is_colocated else ''}",
             f"training   {plan.traffic.training_mesh}; optimizer {_optimizer_text(plan)}; recomputation {model.recompute_granularity}; "
             f"layers of {plan.implementation}",
             f"rollout    {plan.traffic.rollout_mesh}, {config.rollout.rollout_backend}, {config.rollout.rollout_dtype}",
         ]
     )
+
+
+def _count(number: float) -> str:
+    """Parameters, in millions below a tenth of a billion."""
+    return f"{number / 1e9:.3f} B" if number >= 1e8 else f"{number / 1e6:.3f} M"
+
+
+def _unit(plan: Plan) -> tuple[str, int]:
+    """Name and bytes of the unit of the tables: a model for a laptop would be 0.00 GiB everywhere."""
+    return ("GiB", GIB) if plan.traffic.num_parameters >= 1e8 else ("MiB", 2**20)
 
 
 def _memory_text(plan: Plan) -> str:
@@ -154,7 +164,8 @@ def _values(numbers: Sequence[int]) -> str:
 
 
 def _holdings(plan: Plan) -> Table:
-    table = Table(title="what a rank holds of each network (GiB)", title_justify="left")
+    name, unit = _unit(plan)
+    table = Table(title=f"what a rank holds of each network ({name})", title_justify="left")
     for name in ("stage", "ranks", "layers", "network", "parameters", "weights", "gradients", "optimizer"):
         table.add_column(name, justify="left" if name in ("stage", "network") else "right")
     for stage in plan.stages:
@@ -162,13 +173,13 @@ def _holdings(plan: Plan) -> Table:
         layers = " + ".join(map(str, stage.stage.num_layers)) + (f" + {' + '.join(ends)}" if ends else "")
         for index, (role, found) in enumerate(stage.resident.items()):
             start = (_stages_text(stage), ", ".join(map(_range_text, spans(plan, stage))), layers) if not index else ("", "", "")
-            number = f"{stage.stage.networks[role].total / 1e9:.3f} B"
-            table.add_row(*start, role, number, *(f"{size / GIB:.2f}" for size in (found.weights, found.gradients, found.optimizer)))
+            number = _count(stage.stage.networks[role].total)
+            table.add_row(*start, role, number, *(f"{size / unit:.2f}" for size in (found.weights, found.gradients, found.optimizer)))
     config, start = plan.config, ("rollout", _range_text(_rollout_ranks(plan)), str(plan.network.num_layers))
     copies = [(str(role), size, config.model.params_dtype) for role, size in plan.engine.frozen.items()]
     for name, held, dtype in [("engine", plan.engine.weights, config.rollout.rollout_dtype), *copies]:
         elements = held / (2 if dtype == "bfloat16" else 4)
-        table.add_row(*(start if name == "engine" else ("", "", "")), name, f"{elements / 1e9:.3f} B", f"{held / GIB:.2f}", "", "")
+        table.add_row(*(start if name == "engine" else ("", "", "")), name, _count(elements), f"{held / unit:.2f}", "", "")
     return table
 
 
@@ -177,7 +188,8 @@ def _rollout_ranks(plan: Plan) -> range:
 
 
 def _memory(plan: Plan) -> Table:
-    table = Table(title=f"memory of a rank by phase (GiB); a GPU has {_memory_text(plan)}", title_justify="left")
+    unit_name, unit = _unit(plan)
+    table = Table(title=f"memory of a rank by phase ({unit_name}); a GPU has {_memory_text(plan)}", title_justify="left")
     rows = [(_stages_text(stage), plan.memory, stage.phases) for stage in plan.stages]
     if not plan.config.is_colocated:
         rows.append(("rollout", plan.rollout_memory, plan.engine_phases))
@@ -188,9 +200,9 @@ def _memory(plan: Plan) -> Table:
         table.add_column(name, justify="left" if name in ("stage", "phase") else "right")
     for name, memory, phases in rows:
         for phase, parts in phases.items():
-            cells = [f"{parts.get(kind, 0.0) / GIB:.2f}" for kind in kinds]
+            cells = [f"{parts.get(kind, 0.0) / unit:.2f}" for kind in kinds]
             total = sum(parts.values())
-            table.add_row(name if phase == PHASES[0] else "", phase, *cells, f"{total / GIB:.2f}", f"{(memory - total) / GIB:.2f}")
+            table.add_row(name if phase == PHASES[0] else "", phase, *cells, f"{total / unit:.2f}", f"{(memory - total) / unit:.2f}")
     return table
 
 
@@ -212,13 +224,13 @@ def _refit(plan: Plan) -> list[str]:
     traffic, engine = plan.traffic, plan.engine
     low, high = traffic.received_over_shard
     sender, receiver = traffic.busiest_sender, traffic.busiest_receiver
-    cache = f"{max(0.0, engine.cache) / GIB:.1f} GiB = {engine.num_sequences} sequences of {engine.max_model_len} tokens a replica"
+    cache = f"{size_text(max(0, round(engine.cache)))} = {engine.num_sequences} sequences of {engine.max_model_len} tokens a replica"
     return [
         f"{size_text(traffic.bytes_received)} received in {traffic.num_groups} groups, {low:.3f} to {high:.3f} of each shard; "
         f"the usual full broadcast: {traffic.full_broadcast_factor:.1f} times as much",
         f"busiest sender: rank {sender.rank}, {size_text(sender.bytes_sent)}; busiest receiver: rank {receiver.rank}, "
         f"{size_text(receiver.bytes_received)}; {plan.seconds.sync:.2f} s",
-        f"an engine's rank: {engine.weights / GIB:.1f} GiB of weights, {engine.working / GIB:.1f} of passes, cache {cache}",
+        f"an engine's rank: {size_text(round(engine.weights))} of weights, {size_text(round(engine.working))} of passes, cache {cache}",
     ]
 
 

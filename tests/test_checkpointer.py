@@ -177,7 +177,7 @@ def without_scan(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_another_backends_tensors_are_refused_with_the_way_over_an_export(one_rank: World, tmp_path: Path) -> None:
     """Also where the field may change: it says what is meant, and makes nothing readable."""
     config = make_run(one_rank, tmp_path / "run", 2)
-    with pytest.raises(InputError, match="written with backend megatron and cannot be read with backend fsdp.*--load-hf RUN/hf"):
+    with pytest.raises(InputError, match=r"written with backend megatron and cannot be read with backend fsdp.*--load-hf RUN/hf"):
         found(config.replace(backend="fsdp", allow_changed=["backend"]), one_rank)
 
 
