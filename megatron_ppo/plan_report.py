@@ -65,7 +65,8 @@ def _header(plan: Plan) -> str:
         [
             f"model      {model.model_path}: {network.family}, {network.num_layers} layers{experts}, "
             f"{_count(plan.traffic.num_parameters)} parameters, {model.params_dtype}",
-            f"launch     {plan.world_size} ranks on {nodes} node{'s' * (nodes > 1)} of {machine.ranks_per_node} GPUs of {_memory_text(plan)}"
+            f"launch     {plan.world_size} ranks on {nodes} node{'s' * (nodes > 1)} of {machine.ranks_per_node} GPUs of "
+            f"{_memory_text(plan)}"
             f"{', colocated: all train and sample by turns' if config.is_colocated else ''}",
             f"training   {plan.traffic.training_mesh}; optimizer {_optimizer_text(plan)}; recomputation {model.recompute_granularity}; "
             f"layers of {plan.implementation}",
