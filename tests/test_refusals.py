@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
 from spawn import free_port
-from train_support import PROGRAM, Processes, make_inputs, promised, tiny_flags
+from train_support import PROGRAM, Processes, make_inputs, tiny_flags
 
 from megatron_ppo.config import Config
 from megatron_ppo.config_io import parse_arguments
@@ -57,11 +57,13 @@ def rank_of(name: str, arguments: list[str], rank: int, world_size: int, port: i
 
 
 def run_timed(processes: Processes, command: Command) -> Refusal:
-    """The command as a user calls it."""
-    started, number = time.monotonic(), len(processes.started)
+    """The command as a user calls it, and the processor time that it took."""
+    before, number = resource.getrusage(resource.RUSAGE_CHILDREN), len(processes.started)
     processes.start([*PROGRAM, *command.arguments], **command.environment)
     code = processes.wait(200.0, number)
-    return Refusal(code, processes.stdout(number), processes.stderr(number), time.monotonic() - started)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Refusal(code, processes.stdout(number), processes.stderr(number), seconds)
 
 
 def run_forked(processes: Processes, commands: list[Command], folder: Path) -> dict[str, Refusal]:
@@ -178,8 +180,8 @@ def test_b70_b99_b39_equations_are_checked_before_anything_is_loaded(refused: di
 
 
 def test_b70_a_launch_that_does_not_fit_ends_soon(refused: dict[str, Refusal]) -> None:
-    """B70: within 10 s, of which nearly all is importing torch."""
-    assert refused["batch"].seconds < promised(10.0)
+    """B70: within 10 s of a processor, of which nearly all is importing torch; it waits for nobody, as no other rank is there."""
+    assert 0.5 < refused["batch"].seconds < 10.0
 
 
 def test_b70_only_rank_0_prints(refused: dict[str, Refusal]) -> None:
