@@ -49,7 +49,7 @@ def parse_command(arguments: Sequence[str], options: Options, *, program: str) -
     found = tyro.cli(
         tyro.conf.OmitArgPrefixes[line],  # type: ignore[misc, valid-type]
         args=rest,
-        prog=program,
+        prog=f"python -m {program}" if program.startswith("megatron_ppo ") else program,
         description="Flags stand above the YAML file given by --config FILE, which stands above the defaults shown here.",
     )
     return getattr(found, "command", options), Config(**{name: getattr(found, name) for name in SECTIONS})

@@ -181,7 +181,8 @@ class MetricsWriter:
         width = len(str(total))
         return (
             f"[bold]iteration {iteration + 1:>{width}}/{total}[/]  reward [bold green]{scalars.get('reward/mean', math.nan):.3f}[/]  "
-            f"kl {scalars.get('kl/mean', math.nan):.4f}  entropy {scalars.get('entropy/mean', math.nan):.2f}  "
+            + (f"kl {scalars.get('kl/mean', math.nan):.4f}  " if self._config.uses_reference else "")
+            + f"entropy {scalars.get('entropy/mean', math.nan):.2f}  "
             + self._failed_rewards(scalars)
             + f"{seconds:.2f} s "
             + escape(f"[{split}]") + f"  {scalars.get('tokens_per_s', math.nan):.0f} tokens/s  "

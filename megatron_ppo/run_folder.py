@@ -74,7 +74,9 @@ class RunFolder:
         not saved, are dropped, as they will be made again. None: what an earlier run left is set aside.
         """
         if going_on_after is None:
-            set_aside(self.path)
+            moved = set_aside(self.path)
+            if moved:
+                print(f"records of an earlier run in this folder are set aside: {', '.join(moved)}", flush=True)
         else:
             for name in ("metrics.jsonl", "samples.jsonl"):
                 drop_later_records(self.path / name, going_on_after)
@@ -125,8 +127,9 @@ def replace_folder(partial: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def set_aside(folder: Path) -> None:
-    """Give the records in ``folder`` a number, the same for all: ``metrics.1.jsonl``, ``hf.1``; the larger, the later the run."""
+def set_aside(folder: Path) -> list[str]:
+    """Give the records in ``folder`` a number, the same for all: ``metrics.1.jsonl``, ``hf.1``; the larger, the later the run. Their new
+    names."""
     exports = [path.name for path in folder.glob("hf_iter_*") if "." not in path.name]
     left = [folder / name for name in (*RECORDS, *exports) if (folder / name).exists()]
     number = 1
@@ -134,6 +137,7 @@ def set_aside(folder: Path) -> None:
         number += 1
     for path in left:
         path.rename(numbered(path, number))
+    return [numbered(path, number).name for path in left]
 
 
 def numbered(path: Path, number: int) -> Path:

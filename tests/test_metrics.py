@@ -135,7 +135,7 @@ def test_tensorboard_events_are_written(tmp_path: Path) -> None:
 
 
 def test_the_console_line_says_progress_time_left_and_where_it_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    writer = _writer(tmp_path)
+    writer = _writer(tmp_path, kl_coef=0.1)
     writer.log(3, {"reward/mean": 0.25, "kl/mean": 0.01, "time/iteration_s": 30.0, "time/sync_s": 1.0, "time/update_s": 20.0})
     writer.close()
     line = capsys.readouterr().out
