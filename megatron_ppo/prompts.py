@@ -234,7 +234,7 @@ def _make_prompt(row: int, content: object, config: Config, tokenizer: Tokenizer
         raise _BadLine(f"column {prompt_column!r} has no tokens")
     answer = content.get(answer_column)
     if answer is None and needs_answer(data.reward):
-        raise _BadLine(f"has no column {answer_column!r} (data.data_columns), which the reward {data.reward!r} needs")
+        raise _BadLine(f"has no column {answer_column!r} (--data-columns PROMPT ANSWER names others), which the reward {data.reward!r} needs")
     columns = {name: value for name, value in content.items() if name not in data.data_columns}
     return Prompt(prompt_id=row, token_ids=tuple(token_ids), text=text, answer=_answer_text(answer), columns=columns)
 
@@ -242,7 +242,7 @@ def _make_prompt(row: int, content: object, config: Config, tokenizer: Tokenizer
 def _tokenise(prompt: object, config: Config, tokenizer: Tokenizer) -> tuple[str, list[int]]:
     key = config.data.data_columns[0]
     if prompt is None:
-        raise _BadLine(f"has no column {key!r} (data.data_columns)")
+        raise _BadLine(f"has no column {key!r} (--data-columns PROMPT ANSWER names others)")
     if isinstance(prompt, str):
         _refuse_surrogates(prompt)
         return prompt, tokenizer.encode(prompt, add_bos=config.data.add_bos)
