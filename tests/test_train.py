@@ -161,7 +161,9 @@ def test_the_terminal_shows_nothing_that_nobody_can_act_on(default_job: Job) -> 
     """No warning of a library reaches the user of a job that is in order, and progress is said once, not once a rank."""
     assert warnings_in(default_job.output) == []
     lines = default_job.output.splitlines()
-    assert len(lines) == NUM_ITERATIONS + 4, default_job.output
+    saved = [line for line in lines if line.startswith("saved the checkpoint")]
+    assert saved == [f"saved the checkpoint of iteration {number}" for number in (NUM_SAVED, NUM_ITERATIONS)]
+    assert len(lines) == NUM_ITERATIONS + len(saved) + 4, default_job.output
     progress = [line.split()[1] for line in lines if line.startswith("iteration")]
     assert progress == [f"{number}/{NUM_ITERATIONS}" for number in range(1, NUM_ITERATIONS + 1)]
 
