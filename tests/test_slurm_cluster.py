@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,3 +74,9 @@ def test_training_and_rollout_are_components_of_one_job(cluster: Cluster, tmp_pa
     job = cluster.submit(*components, SCRIPT, *arguments)
     job.wait(120)
     assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 1, job.output()
+
+
+def test_plain_srun_starts_the_ranks_without_any_script(cluster: Cluster, tmp_path: Path) -> None:
+    options = ("--cpus-per-task", "2", "--signal", "TERM@600", "--kill-on-bad-exit=1")
+    cluster.ask("srun", *ONE_TASK_A_NODE, *options, sys.executable, "-m", "megatron_ppo", "train", *flags(tmp_path, train_iters=1))
+    assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 1
