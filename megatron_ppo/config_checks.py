@@ -7,6 +7,7 @@ config.json; weights are not touched. How a network is cut is said where it is c
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -317,12 +318,27 @@ def _files(config: Config) -> Iterator[str]:
             yield f"{name} = {folder}: {error}"
             continue
         yield from _network(config, name, network)
+        yield from (f"{name}: {fault}" for fault in _rope_of_the_longest_row(Path(folder), config.max_model_len))
         vocabularies[name] = network.vocab_size
     for name, size in vocabularies.items():
         if size != vocabularies.get("model_path", size):
             yield (
                 f"{name} has a vocabulary of {size} tokens, model_path one of {vocabularies['model_path']}: the critic and the reward "
                 "model read the policy's token ids, so choose one of its family"
+            )
+
+
+def _rope_of_the_longest_row(folder: Path, max_model_len: int) -> Iterator[str]:
+    """transformers' longrope: one row beyond the original length gives every row of the same pass other frequencies."""
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    block = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    for part in (block, *(inner for inner in block.values() if isinstance(inner, dict))):  # of all layers, or of each kind of layer
+        name = "original_max_position_embeddings"
+        limit = part.get(name, settings.get(name, settings.get("max_position_embeddings", 0)))
+        if part.get("rope_type", part.get("type")) == "longrope" and max_model_len > limit:
+            yield (
+                f"max_prompt_length + max_response_length = {max_model_len} exceeds {name} = {limit} of its longrope, beyond which a row's "
+                f"numbers depend on the rows beside it: shorten them to {limit} or less"
             )
 
 

@@ -197,6 +197,7 @@ class TrainingController(Controller):
 
     def _sync(self) -> None:
         self.context.synchronizer.sync(self._engine, self._rollout)
+        self._engine.release_weights()
 
     def _collect(self, iteration: int) -> list[DataHandle]:
         """Handles of all replicas' trajectories."""
@@ -295,6 +296,7 @@ class ColocatedController(TrainingController):
         self._engine.make_room()
         self._worker.wake_up("weights")
         self.context.synchronizer.sync(self._engine, self._worker)
+        self._engine.release_weights()
 
     def _collect(self, iteration: int) -> list[DataHandle]:
         self._worker.wake_up("cache")

@@ -64,6 +64,8 @@ def find_source(path: Path) -> Source:
         return Source("hf", path)
     if (path / "COMPLETE").is_file() or (path / STORE).is_dir():
         return _of_checkpoint(path)
+    if path.name == "fsdp" and (path.parent / "COMPLETE").is_file():
+        return _of_checkpoint(path.parent)
     if (path / "metadata.json").is_file() or (path / ".metadata").is_file():
         return Source("torch_dist", path)
     for root in (path / "checkpoints", path):

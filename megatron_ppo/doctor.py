@@ -199,12 +199,18 @@ def _run_launched(options: Options, config: Config) -> int:
         return 2
     is_first = launch.global_rank == 0
     page = Page(as_json=options.json, quiet=not is_first)
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", launch.world_size)))
     if launch.local_rank == 0:
-        _look_at_host(page, num_nodes=-(-launch.world_size // local_size))
+        _look_at_host(page, num_nodes=_num_nodes(launch.world_size))
         _look_at_configuration(page, options, config, launch.world_size)
     page.add(run_check(_LINKS, lambda: _measure(config, page)))
     return page.end()
+
+
+def _num_nodes(world_size: int) -> int:
+    """Nodes of the launch, as torchrun or Slurm says."""
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return -(-world_size // int(os.environ["LOCAL_WORLD_SIZE"]))
+    return int(os.environ.get("SLURM_STEP_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
 
 
 def _measure(config: Config, page: Page | None = None) -> list[Finding]:

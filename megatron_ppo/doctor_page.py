@@ -20,7 +20,7 @@ Status = Literal["ok", "note", "broken"]
 
 _MARKS: dict[Status, str] = {"ok": "  ", "note": " ?", "broken": "!!"}
 _NAME_WIDTH = 24
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|JWT|AUTH|HEADERS|COOKIE|JOB_CONFIG", re.IGNORECASE)
 _LOGIN_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 
 

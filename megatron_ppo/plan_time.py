@@ -141,9 +141,9 @@ def training_seconds(config: Config, num_training: int, held: int, machine: Mach
         if plan.peak_lr is not None:
             step = _per_step(config, num_training, held, count, machine)
             steps = t.ppo_epochs * config.rollout_batch_size // t.global_batch_size
-            passes = t.ppo_epochs * factor
-            traveled = passes * moved + steps * step
-            update += share * flops * passes * idle + traveled
+            # A backward pass computes twice what a forward one does, and sends as much.
+            traveled = t.ppo_epochs * (factor - 1) * moved + steps * step
+            update += share * flops * t.ppo_epochs * factor * idle + traveled
             travel += traveled
     return score, update, travel
 

@@ -234,7 +234,8 @@ def _make_prompt(row: int, content: object, config: Config, tokenizer: Tokenizer
         raise _BadLine(f"column {prompt_column!r} has no tokens")
     answer = content.get(answer_column)
     if answer is None and needs_answer(data.reward):
-        raise _BadLine(f"has no column {answer_column!r} (--data-columns PROMPT ANSWER names others), which the reward {data.reward!r} needs")
+        needs = f"which the reward {data.reward!r} needs (--data-columns PROMPT ANSWER names others)"
+        raise _BadLine(f"has no column {answer_column!r}, {needs}")
     columns = {name: value for name, value in content.items() if name not in data.data_columns}
     return Prompt(prompt_id=row, token_ids=tuple(token_ids), text=text, answer=_answer_text(answer), columns=columns)
 

@@ -115,6 +115,8 @@ def main(arguments: Sequence[str]) -> int:
         rollout = config.parallel.rollout_world_size
         num_training = smallest - rollout if options.num_training_ranks is None else options.num_training_ranks
         config.validate(num_training + rollout)
+        if options.max_restarts < 0:
+            raise ValueError(f"--max-restarts {options.max_restarts} must be 0 or more")
     except ValueError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2
@@ -214,12 +216,17 @@ def _attempt(config: Config, groups: list[Any], bundle: dict[str, float], run_id
     directory = ray.remote(num_cpus=0)(_directory_class()).remote()
     actors: list[Any] = []
     try:
+        for number, group in enumerate(groups):
+            if not group.wait(_PLACEMENT_S):  # placed before, but a node of it is gone, and no other has room
+                return f"placement group {number} of {len(groups)} has lost a node, and found no other within {_PLACEMENT_S:.0f} s"
         for index, group in enumerate(groups):
             made = [_actor(group, bundle, number) for number in range(group.bundle_count)]
             actors += _by_node(made) if index == 0 else made
         environments = _environments(actors, run_id, attempt)
         running = [actor.run.remote(config, mine, directory) for actor, mine in zip(actors, environments, strict=True)]
         return _wait(running)
+    except ray.exceptions.RayError as error:
+        return f"a rank did not start: {_words(error)}"
     finally:
         for actor in [*actors, directory]:
             ray.kill(actor)

@@ -122,6 +122,7 @@ class Run:
         """A training rank's whole run."""
         engine, weights = self._training_engine()
         context, _ = self._connect(sources=weights)
+        del weights  # with cpu_offload = always they are copies on the accelerator
 
         def controller(writer: MetricsWriter | None, checkpointer: Checkpointer) -> TrainingController:
             return TrainingController(context, engine, writer, checkpointer)
@@ -151,6 +152,7 @@ class Run:
             backend.sleep()
         engine, weights = self._training_engine()
         context, executor = self._connect(sources=weights, engine=backend)
+        del weights  # as in train
         worker = self._worker(backend, executor, rewards)
 
         def controller(writer: MetricsWriter | None, checkpointer: Checkpointer) -> TrainingController:

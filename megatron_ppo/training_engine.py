@@ -45,11 +45,16 @@ class TrainingEngine:
         """Role -> optimizer steps in a row that its last ones skipped because a loss or gradient was not finite."""
 
     def get_weights(self) -> DataHandle:
-        """A handle of this rank's live actor parameters at the present version. Does not block, copies nothing."""
-        if self._published is not None:
-            self._bus.delete(self._published)
+        """A handle of this rank's live actor parameters at the present version. Does not block; copies shards in host memory alone."""
+        self.release_weights()
         self._published = self._bus.put(self._backend.weights(), key=f"weights/{self.version}")
         return self._published
+
+    def release_weights(self) -> None:
+        """After a sync: what was published is taken back. With ``cpu_offload = always`` it is a copy on the accelerator."""
+        if self._published is not None:
+            self._bus.delete(self._published)
+            self._published = None
 
     def make_room(self) -> None:
         """Before an engine on the same ranks samples: what ``cpu_offload`` says goes out of its way."""

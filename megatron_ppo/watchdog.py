@@ -34,7 +34,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from megatron_ppo.heartbeat import START_UP, START_UP_PATIENCE, UNSEEN_LIMIT_S, Beat, Mates, Pulse, Verdict
+from megatron_ppo.heartbeat import START_UP, START_UP_PATIENCE, UNSEEN_LIMIT_S, Beat, Mates, Pulse, Verdict, can_watch_processes
 from megatron_ppo.world import World
 
 _ALERT_POLL_S = 0.2
@@ -94,7 +94,7 @@ class Watchdog:
         self._parent = os.getppid()
         self._epoll = select.epoll()
         self._take_signals()
-        watches = watch_processes and hasattr(os, "pidfd_open")
+        watches = watch_processes and can_watch_processes()
         self._mates = Mates(self._store, world.global_rank, self._epoll) if watches else None
         self._threads = [threading.Thread(target=loop, daemon=True) for loop in (self._heart, self._ears)]
         for thread in self._threads:

@@ -13,13 +13,13 @@ cd "$(dirname "$0")/.."
 venv=.venv
 python=${PYTHON:-python3}
 
-if [ ! -x "$venv/bin/python" ]; then
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then  # none, or one whose making was cut off
     if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
         echo "setup: Python 3.11 or newer is needed, but $python is $("$python" --version 2>&1); set PYTHON to a newer one" >&2
         exit 1
     fi
     echo "setup: creating $venv with $("$python" --version)"
-    "$python" -m venv "$venv"
+    "$python" -m venv --clear "$venv"
 fi
 
 # install STAMP-NAME COMMAND...: runs the command unless it has ended well with the same files before.

@@ -15,6 +15,16 @@
 # SCRIPTS (scripts): the folder of this file, where sbatch is not called in the root of the repository. PYTHON: as for train_torchrun.sh.
 set -euo pipefail
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+if [ "${SLURM_HET_SIZE:-1}" != 1 ]; then  # Slurm names the cores of each component; one step has one number
+    for ((component = 0; component < SLURM_HET_SIZE; component++)); do
+        cores="SLURM_CPUS_PER_TASK_HET_GROUP_$component"
+        if [ "${!cores:-1}" != "${SLURM_CPUS_PER_TASK_HET_GROUP_0:-1}" ]; then
+            echo "train_slurm: --cpus-per-task is ${SLURM_CPUS_PER_TASK_HET_GROUP_0:-1} and ${!cores:-1}; ask for the same in all components" >&2
+            exit 2
+        fi
+    done
+    SLURM_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK_HET_GROUP_0:-}
+fi
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"  # srun does not take it over from sbatch (Slurm 22.05 on)
 
 scripts=${SCRIPTS:-scripts}

@@ -11,7 +11,8 @@ set -euo pipefail
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # a restart must not read the addresses of dead ranks
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 . "$(dirname "${BASH_SOURCE[0]}")/interpreter.sh"
-gpus=$(nvidia-smi -L 2>/dev/null | wc -l || true)
+gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)
+if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true); fi
 nodes=${NNODES:-1}
 if [ "$nodes" = 1 ]; then
     rendezvous=(--standalone)

@@ -58,6 +58,8 @@ def test_the_page_of_a_broken_environment(tmp_path: Path) -> None:
         "WANDB_API_KEY": "hidden-one",
         "HF_TOKEN": "hidden-two",
         "RAY_PASSWORD": "hidden-three",
+        "SLURM_JWT": "hidden-five",
+        "RAY_JOB_HEADERS": "hidden-six",
         "HF_ENDPOINT": "https://me:hidden-four@hub",
     }
     path = f"{tmp_path}:{Path(__file__).parent.parent}"

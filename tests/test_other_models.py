@@ -6,6 +6,8 @@ Whole jobs and real vLLM are in ``test_other_model_jobs.py``.
 from __future__ import annotations
 
 import gc
+import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -115,6 +117,21 @@ def test_megatron_names_fsdp_and_lengths_are_checked(models: dict[str, str]) -> 
     assert [set(layout.shapes) for layout in rollout_layouts(config.replace(rollout_backend="hf"))] == [
         set(dict(describe_network(models["gpt2"]).parameters))
     ]
+
+
+def test_longrope_is_refused_where_a_row_would_depend_on_the_longest(models: dict[str, str], tmp_path: Path) -> None:
+    """transformers takes other frequencies for a whole pass as soon as one row in it is longer than the original length."""
+    shutil.copytree(models["smollm3"], tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    settings = json.loads(file.read_text())
+    width = settings["hidden_size"] // settings["num_attention_heads"] // 2
+    factors = {"short_factor": [1.0] * width, "long_factor": [2.0] * width}
+    block = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 12, **factors}
+    file.write_text(json.dumps({**settings, "rope_parameters": block}))
+    config = Config().replace(model_path=str(tmp_path / "model"), backend="fsdp", max_prompt_length=8, max_response_length=8)
+    with pytest.raises(ValueError, match=r"= 16 exceeds original_max_position_embeddings = 12 of its longrope"):
+        config.validate(2, needs_data=False)
+    config.replace(max_response_length=4).validate(2, needs_data=False)
 
 
 def test_a_variant_that_its_table_does_not_know_is_described_by_transformers() -> None:

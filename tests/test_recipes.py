@@ -158,7 +158,8 @@ REAL = {"MODEL_PATH": "/models/m", "PROMPT_DATA": "/data/p.jsonl"}
         (
             ["srun"],
             {"PYTHON": "/env/bin/python"},
-            "srun --nodes 72 --ntasks-per-node 8 --kill-on-bad-exit=1 --distribution=block /env/bin/python -m megatron_ppo train",
+            "srun --nodes 72 --ntasks-per-node 8 --kill-on-bad-exit=1 --distribution=block --signal TERM@600 "
+            "/env/bin/python -m megatron_ppo train",
         ),
         (
             ["slurm"],
@@ -207,6 +208,8 @@ def test_a_partition_of_its_own_holds_whole_nodes() -> None:
     done = run_recipe("llama3.1_8b", ["slurm"], **(REAL | {"NODES": "3", "ROLLOUT_WORLD_SIZE": "12", "ROLLOUT_PARTITION": "roll"}))
     assert done.returncode == 2 and done.stdout == ""
     assert "--rollout-world-size 12 must be a multiple of GPUS_PER_NODE=8" in done.stderr
+    done = run_recipe("llama3.1_405b", ["slurm"], **(REAL | {"LAUNCHER": "torchrun", "ROLLOUT_PARTITION": "roll"}))
+    assert done.returncode == 2 and "use LAUNCHER=srun" in done.stderr
 
 
 @pytest.mark.slow

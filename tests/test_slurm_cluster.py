@@ -68,12 +68,20 @@ def test_a_job_is_stopped_before_its_time_limit_and_goes_on(cluster: Cluster, tm
 
 
 def test_training_and_rollout_are_components_of_one_job(cluster: Cluster, tmp_path: Path) -> None:
-    """The training component's node comes second by name: ranks, and the address where they meet, follow the components."""
+    """The training component's node comes second by name: ranks, and the address where they meet, follow the components.
+
+    Every rank has the cores that its component asked for.
+    """
     arguments = flags(tmp_path, train_iters=1)
-    components = ("--partition", "two", "--ntasks", "1", ":", "--partition", "one", "--ntasks", "1")
-    job = cluster.submit(*components, SCRIPT, *arguments)
+    sizes = ("--ntasks", "1", "--cpus-per-task", "2")
+    python = tmp_path / "python"
+    says = '[ -z "$SLURM_PROCID" ] || echo "rank $SLURM_PROCID has $SLURM_CPUS_PER_TASK cores"'
+    python.write_text(f'#!/bin/sh\n{says}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    job = cluster.submit("--partition", "two", *sizes, ":", "--partition", "one", *sizes, SCRIPT, *arguments, PYTHON=str(python))
     job.wait(120)
     assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 1, job.output()
+    assert {f"rank {rank} has 2 cores" for rank in (0, 1)} <= set(job.output().splitlines()), job.output()
 
 
 def test_plain_srun_starts_the_ranks_without_any_script(cluster: Cluster, tmp_path: Path) -> None:

@@ -411,7 +411,8 @@ def assert_all_name(launch: Launch, victim: int, name: str, version: int) -> Non
             assert rank == 1 or found[0][1] in (f"weight sync v{version}", f"weight sync v{version + 1}"), found
             assert re.fullmatch(r"start-up.*|weight sync v\d+|rollout of .*", found[0][0]), found
         else:
-            assert found[0][0] == f"weight sync v{version}", found
+            # On a busy machine it may have been stopped between its step into the sync and the beat that says so.
+            assert found[0][0] in (f"weight sync v{version}", f"rollout of v{version - 1}"), found
         assert re.fullmatch(r"(weight sync|rollout of) v\d+", found[0][1]), found
 
 

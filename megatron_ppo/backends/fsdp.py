@@ -251,11 +251,14 @@ class FSDPBackend(TrainingBackend):
     @torch.no_grad()
     def _evaluate(self, network: Network, micro_batches: Sequence[MicroBatch], temperature: float) -> list[dict[str, Tensor]]:
         compute: Callable[..., dict[str, Tensor]] = _scores if network.head == "score" else partial(_outputs, temperature=temperature)
+        root: Any = network.root
         outputs = []
         for batch in micro_batches:
-            named = network.root(partial(compute, batch=batch.to(device.device())))
+            named = root(partial(compute, batch=batch.to(device.device())))
             outputs.append({name: tensor.float().cpu() for name, tensor in named.items()})
-        self._release(network.root)
+        self._release(root)
+        if network.optimizer is None and micro_batches:
+            root.reset_iter_state()  # FSDP notes every forward pass until a backward one, which a frozen network never has
         return outputs
 
     def _release(self, root: Any) -> None:

@@ -14,7 +14,7 @@
 #   bash scripts/recipes/llama3.1_8b.sh plan --tensor-model-parallel-size 8
 # Beside the flags:
 #   NODES, GPUS_PER_NODE (8)     the launch: all their ranks
-#   CPUS_PER_GPU (8)             slurm: cores of each rank, for its loaders and reward processes
+#   CPUS_PER_GPU (8)             slurm, srun: cores of each rank, for its loaders and reward processes
 #   MODEL_PATH, PROMPT_DATA      required to run. `plan` takes the shape of the model that comes with the package
 #   ROLLOUT_PARTITION            slurm: the rollout nodes come from this partition, as a component of their own; PARTITION: the training nodes
 #   SBATCH_TIMELIMIT, SBATCH_ACCOUNT, SBATCH_PARTITION, ...     as sbatch reads them
@@ -50,7 +50,7 @@ common=(
 # from_environment FLAG [VALUE...]...: the same, where variables of the environment are named like flags with their values; into `resolved`.
 resolved=()
 from_environment() {
-    local flag name values word
+    local flag name values
     while [ $# -gt 0 ]; do
         flag=$1 values=()
         shift
@@ -63,7 +63,8 @@ from_environment() {
                 0:true) ;;
                 0:false) flag=--no-${flag#--} ;;
                 0:*) echo "recipe: $name=${!name} must be true or false" >&2; exit 2 ;;
-                *) values=(); for word in ${!name}; do values+=("$word"); done ;;
+                1:*) values=("${!name}") ;;
+                *) read -ra values <<<"${!name}" ;;
             esac
         fi
         resolved+=("$flag" ${values[@]+"${values[@]}"})
@@ -105,7 +106,9 @@ case $command in
     show) echo "megatron_ppo train, $nodes nodes x $gpus GPUs:"; printf '%q ' "${resolved[@]}" "$@"; echo ;;
     torchrun) NNODES=$nodes NPROC_PER_NODE=$gpus RDZV_ID=${RDZV_ID:-$model} exec bash "$root/scripts/train_torchrun.sh" "${resolved[@]}" "$@" ;;
     srun)
-        exec srun --nodes "$nodes" --ntasks-per-node "$gpus" --kill-on-bad-exit=1 --distribution=block \
+        export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+        export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-${CPUS_PER_GPU:-8}}"  # srun does not take it over from salloc (Slurm 22.05 on)
+        exec srun --nodes "$nodes" --ntasks-per-node "$gpus" --kill-on-bad-exit=1 --distribution=block --signal TERM@600 \
             "$python" -m megatron_ppo train "${resolved[@]}" "$@" ;;
     slurm)
         tasks=$gpus cpus=${CPUS_PER_GPU:-8}
@@ -113,6 +116,10 @@ case $command in
         size() { echo "--nodes $1 --ntasks-per-node $tasks --cpus-per-task $cpus --gpus-per-node $gpus ${2:+--partition $2}"; }
         components=($(size "$nodes" "${PARTITION:-}"))
         if [ -n "${ROLLOUT_PARTITION:-}" ]; then
+            if [ "${LAUNCHER:-srun}" != srun ]; then
+                echo "recipe: LAUNCHER=$LAUNCHER numbers ranks by the names of nodes, not by partitions; with ROLLOUT_PARTITION use LAUNCHER=srun" >&2
+                exit 2
+            fi
             rollout_ranks=$(value_of --rollout-world-size "${resolved[@]}" "$@")
             rollout_nodes=$((rollout_ranks / gpus))
             if [ $((rollout_nodes * gpus)) != "$rollout_ranks" ] || [ "$rollout_nodes" = 0 ] || [ "$rollout_nodes" -ge "$nodes" ]; then
