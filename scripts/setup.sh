@@ -19,7 +19,7 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then  # none, or one w
         exit 1
     fi
     echo "setup: creating $venv with $("$python" --version)"
-    "$python" -m venv --clear "$venv"
+    "$python" -m venv "$venv"
 fi
 
 # install STAMP-NAME COMMAND...: runs the command unless it has ended well with the same files before.
