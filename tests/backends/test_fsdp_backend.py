@@ -134,7 +134,7 @@ def run_fsdp_cases(rank: int, world_size: int, cases: Mapping[str, Case], extras
     found: Results = {}
 
     class Backend(FSDPBackend):
-        """Shows its buffers."""
+        """Shows its buffers, and how many passes FSDP still notes of a frozen network, which has no backward pass that would end them."""
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
@@ -145,10 +145,17 @@ def run_fsdp_cases(rank: int, world_size: int, cases: Mapping[str, Case], extras
                 if name.endswith("rotary_emb.inv_freq")
             )
 
+        def _evaluate(self, network: Any, micro_batches: Any, temperature: float) -> list[dict[str, torch.Tensor]]:
+            outputs = super()._evaluate(network, micro_batches, temperature)
+            if network.optimizer is None:
+                noted.append(len(network.root._get_fsdp_state()._comm_ctx.post_forward_order))
+            return outputs
+
     try:
         for name, case in cases.items():
             ropes: list[torch.Tensor] = []
-            found[name] = run_case(case, Backend) | {"ropes": ropes}
+            noted: list[int] = []
+            found[name] = run_case(case, Backend) | {"ropes": ropes, "noted": noted}
             gc.collect()
         if "sampled" in extras:
             found["extras"] = {"sampled": sample_and_score(Config().replace(**on_fsdp(fields({"": extras["sampled"]}, ""))), rank)}
@@ -275,6 +282,7 @@ def test_b63_reference_equals_the_actor_at_first_and_never_moves(two_ranks: list
         assert torch.equal(before["actor.log_probs"], before["reference.log_probs"])
         assert torch.equal(after["reference.log_probs"], before["reference.log_probs"])
         assert torch.equal(after["scores"], before["scores"])
+        assert len(results["all roles"]["noted"]) >= 4 and not any(results["all roles"]["noted"])
         assert difference({"x": after["actor.log_probs"]}, {"x": before["actor.log_probs"]}) > 1e-3
 
 
