@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 
-from benchmarks.refit_output import markdown, show  # noqa: E402
+from benchmarks.refit_output import markdown, put_into, show  # noqa: E402
 from megatron_ppo.metrics import PHASES  # noqa: E402
 
 __all__ = ["draw", "memory_table", "page", "show", "time_table"]
@@ -108,9 +108,7 @@ def main() -> None:
     if options.into is None:
         print(text)
         return
-    before, rest = options.into.read_text(encoding="utf-8").split(_MARKS[0])
-    after = rest.split(_MARKS[1])[1]
-    options.into.write_text(f"{before}{_MARKS[0]}\n\n{text}\n\n{_MARKS[1]}{after}", encoding="utf-8")
+    put_into(options.into, text, _MARKS)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from refit_launch import Ranks
+from refit_output import put_into
 from rich.console import Console
 from rich.table import Table
 
@@ -341,13 +342,6 @@ def markdown(results: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def put_into(page: Path, results: Mapping[str, Mapping[str, Any]]) -> None:
-    """Replace the table of a page."""
-    before, rest = page.read_text(encoding="utf-8").split(_MARKS[0])
-    after = rest.split(_MARKS[1])[1]
-    page.write_text(f"{before}{_MARKS[0]}\n\n{markdown(results)}\n\n{_MARKS[1]}{after}", encoding="utf-8")
-
-
 def main() -> int:
     """Run the cases; 1 where a prediction is off by more than ``LIMIT``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -371,7 +365,7 @@ def main() -> int:
     if options.json is not None:
         options.json.write_text(json.dumps({"limit": LIMIT, "shape": SHAPE, "cases": results}, indent=1) + "\n", encoding="utf-8")
     if options.into is not None:
-        put_into(options.into, results)
+        put_into(options.into, markdown(results), _MARKS)
     off = [
         f"{name}: {kind} {error:+.1%}" for name, result in results.items() for kind, error in errors(result).items() if abs(error) > LIMIT
     ]

@@ -171,6 +171,13 @@ def draw(cases: Sequence[Row], file: Path) -> None:
     pyplot.close(figure)
 
 
+def put_into(page: Path, text: str, marks: tuple[str, str]) -> None:
+    """Replace what stands between the two marks of a page."""
+    before, rest = page.read_text(encoding="utf-8").split(marks[0])
+    after = rest.split(marks[1])[1]
+    page.write_text(f"{before}{marks[0]}\n\n{text}\n\n{marks[1]}{after}", encoding="utf-8")
+
+
 def main() -> None:
     """Print the Markdown of a result file, or put it into a page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -181,9 +188,7 @@ def main() -> None:
     if options.into is None:
         print(text)
         return
-    before, rest = options.into.read_text(encoding="utf-8").split(_MARKS[0])
-    after = rest.split(_MARKS[1])[1]
-    options.into.write_text(f"{before}{_MARKS[0]}\n\n{text}\n\n{_MARKS[1]}{after}", encoding="utf-8")
+    put_into(options.into, text, _MARKS)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ config.json; weights are not touched. How a network is cut is said where it is c
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron_ppo.config import SECTION_OF, Config
-from megatron_ppo.families import GenericNetwork, Network, is_built_in, mixture_faults
+from megatron_ppo.families import GenericNetwork, Network, as_mapping, is_built_in, mixture_faults
 from megatron_ppo.generic_network import describe_network
 from megatron_ppo.resharding.fsdp_layout import fsdp_faults
 from megatron_ppo.resharding.megatron_layout import megatron_faults
@@ -313,12 +313,13 @@ def _files(config: Config) -> Iterator[str]:
         if folder is None:
             continue
         try:
-            network = describe_network(Path(folder))
+            settings = as_mapping(folder)
+            network = describe_network(settings)
         except ValueError as error:
             yield f"{name} = {folder}: {error}"
             continue
         yield from _network(config, name, network)
-        yield from (f"{name}: {fault}" for fault in _rope_of_the_longest_row(Path(folder), config.max_model_len))
+        yield from (f"{name}: {fault}" for fault in _rope_of_the_longest_row(settings, config.max_model_len))
         vocabularies[name] = network.vocab_size
     for name, size in vocabularies.items():
         if size != vocabularies.get("model_path", size):
@@ -328,9 +329,8 @@ def _files(config: Config) -> Iterator[str]:
             )
 
 
-def _rope_of_the_longest_row(folder: Path, max_model_len: int) -> Iterator[str]:
+def _rope_of_the_longest_row(settings: Mapping[str, Any], max_model_len: int) -> Iterator[str]:
     """transformers' longrope: one row beyond the original length gives every row of the same pass other frequencies."""
-    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     block = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     for part in (block, *(inner for inner in block.values() if isinstance(inner, dict))):  # of all layers, or of each kind of layer
         name = "original_max_position_embeddings"

@@ -168,6 +168,7 @@ class TrainingController(Controller):
         context, engine, watch = self.context, self._engine, Stopwatch()
         with context.watchdog.phase(f"weight sync v{engine.version}"):
             self._sync()
+            engine.release_weights()
         watch.lap("sync")
         with context.watchdog.phase(f"rollout of iteration {iteration}"):
             batch = engine.fetch(self._collect(iteration))
@@ -197,7 +198,6 @@ class TrainingController(Controller):
 
     def _sync(self) -> None:
         self.context.synchronizer.sync(self._engine, self._rollout)
-        self._engine.release_weights()
 
     def _collect(self, iteration: int) -> list[DataHandle]:
         """Handles of all replicas' trajectories."""
@@ -296,7 +296,6 @@ class ColocatedController(TrainingController):
         self._engine.make_room()
         self._worker.wake_up("weights")
         self.context.synchronizer.sync(self._engine, self._worker)
-        self._engine.release_weights()
 
     def _collect(self, iteration: int) -> list[DataHandle]:
         self._worker.wake_up("cache")

@@ -90,7 +90,7 @@ class Plan:
     @property
     def engine_total(self) -> float:
         """Bytes of a rank that only samples, with buckets and reserve."""
-        return self.engine.total + 2.0 * self.config.parallel.bucket_bytes + self.machine.reserve_gib * GIB
+        return sum(self.engine_phases["rollout"].values())
 
     @property
     def engine_phases(self) -> dict[Phase, dict[str, float]]:

@@ -34,7 +34,7 @@ from megatron_ppo.plan_activations import Implementation, Pass, kept_by_stage, v
 from megatron_ppo.plan_networks import HeldParameters, Stage, build_stages, chunk_sizes
 from megatron_ppo.resharding.megatron_mesh import megatron_parallel
 from megatron_ppo.resharding.vllm_layout import hf_layout
-from megatron_ppo.roles.hf_generate import MAX_NUM_SEQS
+from megatron_ppo.roles.hf_generate import MAX_NUM_SEQS, PREFILL_TOKENS
 from megatron_ppo.roles.logits import CHUNK_SIZE
 
 Phase = Literal["sync", "rollout", "score", "update"]
@@ -267,7 +267,7 @@ def engine_memory(config: Config, shard_elements: int, gpu_memory: float, num_re
     batched = _whole_number(config, "max_num_batched_tokens", DEFAULT_BATCHED_TOKENS)
     if plain:
         sequences = min(sequences, responses_of_replica(config, num_replicas))
-        batched = min(max(_HF_PREFILL_TOKENS, r.max_prompt_length), sequences * r.max_prompt_length)
+        batched = min(max(PREFILL_TOKENS, r.max_prompt_length), sequences * r.max_prompt_length)
     width = network.intermediate_size * (network.num_experts_per_tok or 1) / tp
     # Hidden states and a gated MLP for the largest batch; fp32 logits of every sequence's last token, twice for the sampler.
     working = batched * (4 * network.hidden_size + 3 * width) * element + 2.0 * sequences * network.vocab_size * _FP32
@@ -362,8 +362,6 @@ DEFAULT_UTILIZATION, COLOCATED_UTILIZATION = 0.85, 0.5
 """``backends/vllm.py``'s ``gpu_memory_utilization``, where the engine has the GPU for itself and where it does not."""
 DEFAULT_BATCHED_TOKENS, DEFAULT_SEQUENCES = 16384, 1024
 """vLLM's defaults for offline use on GPUs of 70 GiB and more (``EngineArgs._get_default_max_num_batched_tokens``)."""
-_HF_PREFILL_TOKENS = 8192
-"""Prompts' tokens in one pass of ``roles/hf_generate.py``."""
 
 
 def predicted_training(config: Config, num_training: int, implementation: Implementation) -> list[dict[str, float]]:

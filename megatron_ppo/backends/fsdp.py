@@ -13,6 +13,7 @@ Left out: rewards, advantages, the loop, files of a checkpoint (``fsdp_checkpoin
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -50,6 +51,8 @@ from megatron_ppo.roles.hf_heads import hidden_and_logits
 from megatron_ppo.roles.sampling import draw
 from megatron_ppo.types import Completion, MicroBatch, RoleOutput, Sampling
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass
 class Network:
@@ -82,6 +85,8 @@ class FSDPBackend(TrainingBackend):
         """
         self._config = config
         self._num_optimizer_steps = num_optimizer_steps
+        if config.parallel.cpu_offload == "always" and not device.has_cuda() and dist.get_rank() == 0:
+            logger.warning("cpu_offload gains nothing here: without a GPU all weights are in host memory anyway")
         self._mesh = make_mesh(config)
         self.dp_rank, self.dp_size = dist.get_rank(), dist.get_world_size()
         self.shard_size = self._mesh.size(self._mesh.ndim - 1)

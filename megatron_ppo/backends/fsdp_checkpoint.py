@@ -179,8 +179,7 @@ def _stage_own(networks: Mapping[str, Network], mesh: Mapping[str, int], staged:
 def _read_index(folder: Path) -> Saved:
     path = folder / FSDP_FOLDER
     if not (path / ".metadata").is_file():
-        other = " (it was written with backend megatron: resume with that, or export it and give load_hf)" * (folder / "megatron").is_dir()
-        raise ValueError(f"{path / '.metadata'} is missing: this is no checkpoint of backend fsdp{other}")
+        raise ValueError(f"{path / '.metadata'} is missing: this is no checkpoint of backend fsdp")
     return stored_tensors(path)
 
 

@@ -15,8 +15,6 @@ parallelism, which ``config_checks.py`` refuses.
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,8 +36,6 @@ from megatron_ppo.roles.actor_critic import ActorCritic, Critic
 from megatron_ppo.roles.hf_heads import hidden_size
 from megatron_ppo.roles.reference import ReferenceRole
 from megatron_ppo.roles.reward import RewardRole
-
-logger = logging.getLogger(__name__)
 
 Compute = Callable[[Any], dict[str, Tensor]]
 """(role) -> named results."""
@@ -216,15 +212,7 @@ def _recompute(layer: nn.Module, granularity: str) -> None:
     module.forward = checkpointed
 
 
-@functools.cache
-def _warn_of_offload() -> None:
-    """Once, not for every network."""
-    logger.warning("cpu_offload gains nothing here: without a GPU all weights are in host memory anyway")
-
-
 def _offload_policy(config: Config) -> OffloadPolicy:
     if config.parallel.cpu_offload != "always":
         return OffloadPolicy()
-    if not device.has_cuda() and dist.get_rank() == 0:
-        _warn_of_offload()
     return CPUOffloadPolicy(pin_memory=device.has_cuda())  # pages that a GPU reads from

@@ -30,7 +30,7 @@ from megatron_ppo.types import Completion, Sampling
 
 MAX_NUM_SEQS = 256
 """Rows that are sampled at the same time where nothing else is said: vLLM's default for offline use."""
-_PREFILL_TOKENS = 8192
+PREFILL_TOKENS = 8192
 """Padded tokens of prompts in one forward pass."""
 _ROOM = 64
 """Columns by which a full cache grows."""
@@ -209,7 +209,7 @@ def _passes(prompts: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
     """Prompts of each prefill, those of like length together."""
     passes: list[list[tuple[int, ...]]] = []
     for prompt in sorted(prompts, key=len, reverse=True):
-        if passes and len(passes[-1][0]) * (len(passes[-1]) + 1) <= _PREFILL_TOKENS:
+        if passes and len(passes[-1][0]) * (len(passes[-1]) + 1) <= PREFILL_TOKENS:
             passes[-1].append(prompt)
         else:
             passes.append([prompt])
